@@ -1,0 +1,47 @@
+# make demo and make test need Python 3.11 or 3.12 with venv, and make; they make .venv and install what they need.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-slow test-all check format clean
+
+demo: $(VENV)/installed
+	$(BIN)/python -m disco_jax.data.scenes runs/demo/data
+	$(BIN)/python train.py --config configs/demo.py --workdir runs/demo/run
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m slow
+
+# Both supported Pythons; give their paths where they are not on PATH.
+PYTHON311 ?= python3.11
+PYTHON312 ?= python3.12
+test-all:
+	$(MAKE) test PYTHON=$(PYTHON311) VENV=.venv-3.11
+	$(MAKE) test PYTHON=$(PYTHON312) VENV=.venv-3.12
+
+check: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .venv-* runs
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "disco-jax needs Python 3.11 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml $(BIN)/python
+	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+$(VENV)/installed-dev: pyproject.toml $(BIN)/python
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@ $(VENV)/installed

@@ -1,0 +1,1 @@
+"""CLIP training in JAX and Flax with the DisCo-CLIP loss."""

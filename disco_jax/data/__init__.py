@@ -1,0 +1,1 @@
+"""Image-text data: sources of examples, and batches made from them."""

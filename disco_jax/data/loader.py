@@ -1,0 +1,215 @@
+"""From sources to batches: one seeded global order for training, one pass in order for evaluation.
+
+The batch of a training step is a function of (seed, step) alone, on any number of hosts, so the state of the data is
+the step. A bad example gives its place to the next good one of the source, which keeps that promise; what was dropped
+is counted by reason, and too large a share of it stops the run.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Generator
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import grain
+import jax
+import numpy as np
+from absl import logging
+
+from disco_jax.data.captions import clean_caption
+from disco_jax.data.examples import BadExample, Example, ExampleSource
+from disco_jax.data.images import decode_image, eval_transform, train_transform
+from disco_jax.data.tokenizer import Tokenizer
+
+grain.config.update("py_traceback_filtering", "off")  # it would put lines of its own into the messages of our errors
+
+
+class Batch(NamedTuple):
+    """Training examples of this process.
+
+    images: uint8 [b, H, W, 3]; tokens: int32 [b, L]; keys: the examples' names, [b] strings.
+    """
+
+    images: np.ndarray
+    tokens: np.ndarray
+    keys: np.ndarray
+
+
+class EvalBatch(NamedTuple):
+    """Consecutive examples for evaluation, padded to the batch size; every process holds its own rows.
+
+    images: uint8 [b, H, W, 3]; tokens: int32 [b, L]; labels: int32 [b], -1 where there is none; valid: bool [b], False
+    for padding and for bad examples.
+    """
+
+    images: np.ndarray
+    tokens: np.ndarray
+    labels: np.ndarray
+    valid: np.ndarray
+
+
+class TooManyBadExamples(ValueError):
+    """The dropped share of the examples passed the limit."""
+
+
+class DropCounter:
+    """Counts the examples read and those dropped, by reason; logs the first of each reason.
+
+    Raises `TooManyBadExamples` from `drop` when more than `limit` of all examples read were dropped, looked at after
+    `grace` examples.
+    """
+
+    def __init__(self, limit: float = 0.01, grace: int = 1000):
+        self.limit, self.grace = limit, grace
+        self.read = 0
+        self.dropped: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def keep(self) -> None:
+        """Counts a good example."""
+        with self._lock:
+            self.read += 1
+
+    def drop(self, key: str, error: BadExample) -> None:
+        """Counts a bad example, named by `key` in the log."""
+        with self._lock:
+            self.read += 1
+            self.dropped[error.reason] += 1
+            if self.dropped[error.reason] == 1:
+                logging.warning("Dropped %s (%s): %s. Later ones like it are only counted.", key, error.reason, error)
+            total = self.dropped.total()
+            if self.read >= self.grace and total > self.limit * self.read:
+                raise TooManyBadExamples(f"{self}, over the limit of {self.limit:.2%}: mend the data or raise "
+                                         "config.data.max_dropped")  # fmt: skip
+
+    def __str__(self) -> str:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common())
+        return f"dropped {self.dropped.total()} of {self.read} examples" + (f" ({reasons})" if reasons else "")
+
+
+class Preprocessor:
+    """Turns stored examples into model inputs.
+
+    Args:
+        tokenizer: captions to ids.
+        image_size: side of the square images in pixels.
+        context_length: tokens per caption.
+        apply_exif: turn photographs upright as their EXIF orientation says.
+        scale, ratio: ranges of the area and the aspect ratio of the training crop.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        image_size: int,
+        context_length: int,
+        apply_exif: bool = True,
+        scale: tuple[float, float] = (0.9, 1.0),
+        ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    ):
+        self.tokenizer, self.image_size, self.context_length = tokenizer, image_size, context_length
+        self.apply_exif, self.scale, self.ratio = apply_exif, scale, ratio
+
+    def tokens(self, example: Example) -> np.ndarray:
+        """Token ids of the caption, int32 [L]; raises `BadExample`."""
+        return self.tokenizer([clean_caption(example.caption)], self.context_length)[0]
+
+    def train_image(self, example: Example, rng: np.random.Generator) -> np.ndarray:
+        """A random crop, uint8 [H, W, 3]; raises `BadExample`."""
+        image = decode_image(example.image, apply_exif=self.apply_exif)
+        return train_transform(image, self.image_size, rng, self.scale, self.ratio)
+
+    def eval_image(self, example: Example) -> np.ndarray:
+        """The centre crop, uint8 [H, W, 3]; raises `BadExample`."""
+        return eval_transform(decode_image(example.image, apply_exif=self.apply_exif), self.image_size)
+
+
+def train_batches(
+    source: ExampleSource,
+    preprocessor: Preprocessor,
+    drops: DropCounter,
+    *,
+    batch_size: int,
+    seed: int,
+    first_step: int = 0,
+    threads: int = 16,
+) -> Generator[Batch]:
+    """This process's part of the global batches, endlessly, from step `first_step` on; close it to stop its threads.
+
+    Each epoch is a new permutation of the whole source, drawn from (seed, epoch); the augmentation of an example is
+    drawn from (seed, position in that order).
+
+    Args:
+        source: random-access examples.
+        preprocessor: turns them into arrays.
+        drops: counts bad examples, and raises `TooManyBadExamples` in `next`.
+        batch_size: the global batch size, divisible by the number of processes.
+        seed: of order and augmentation.
+        first_step: the step whose batch comes first.
+        threads: that read and decode.
+    """
+
+    def prepare(index: int, rng: np.random.Generator) -> Batch:
+        for offset in range(len(source)):
+            place = (index + offset) % len(source)
+            key = f"example {place}"
+            try:
+                example = source[place]
+                key = example.key
+                prepared = Batch(
+                    preprocessor.train_image(example, rng), preprocessor.tokens(example), np.asarray(key, object)
+                )
+            except BadExample as error:
+                drops.drop(key, error)
+                continue
+            drops.keep()
+            return prepared
+        raise TooManyBadExamples(f"not one usable example in the training data: {drops}")
+
+    # Mapped before the slice: what happens to an example doesn't depend on which process has it.
+    dataset = grain.MapDataset.source(range(len(source))).seed(seed).shuffle().repeat().random_map(prepare)
+    dataset = dataset[jax.process_index() + first_step * batch_size :: jax.process_count()]
+    yield from _batched(dataset, batch_size // jax.process_count(), threads)
+
+
+def _batched(dataset: grain.MapDataset, batch_size: int, threads: int) -> Generator[Any]:
+    """Reads examples in `threads` threads, up to two batches ahead; the threads stop when the generator is closed."""
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * batch_size)
+    with closing(iter(dataset.to_iter_dataset(options).batch(batch_size, drop_remainder=True))) as batches:
+        yield from batches
+
+
+def eval_batches(
+    source: ExampleSource, preprocessor: Preprocessor, *, batch_size: int, size: int | None = None, threads: int = 16
+) -> Generator[EvalBatch]:
+    """One pass over the first `size` examples (default: all) in order, in batches of the global `batch_size`.
+
+    Global row r of batch k is example k * batch_size + r; process p holds the p-th run of batch_size / processes rows.
+    """
+    size = len(source) if size is None else min(size, len(source))
+    local = batch_size // jax.process_count()
+    blank = EvalBatch(
+        np.zeros((preprocessor.image_size, preprocessor.image_size, 3), np.uint8),
+        np.zeros(preprocessor.context_length, np.int32),
+        np.asarray(-1, np.int32),
+        np.asarray(False),
+    )
+
+    def prepare(row: int) -> EvalBatch:
+        batch, row = divmod(row, local)
+        index = batch * batch_size + jax.process_index() * local + row
+        if index >= size:
+            return blank
+        try:
+            example = source[index]
+            image, tokens = preprocessor.eval_image(example), preprocessor.tokens(example)
+        except BadExample as error:
+            logging.log_first_n(logging.WARNING, "Evaluation leaves out example %d (%s): %s", 3, index, error.reason,
+                                error)  # fmt: skip
+            return blank
+        label = -1 if example.label is None else example.label
+        return EvalBatch(image, tokens, np.asarray(label, np.int32), np.asarray(True))
+
+    rows = -(-size // batch_size) * local
+    yield from _batched(grain.MapDataset.source(range(rows)).map(prepare), local, threads)

@@ -1,0 +1,124 @@
+"""Metrics of a model on a split of the data: features from the devices, scores on the host."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Int, UInt8
+
+from disco_jax.data.captions import clean_caption
+from disco_jax.data.examples import ExampleSource
+from disco_jax.data.loader import Preprocessor, eval_batches
+from disco_jax.evaluation.retrieval import retrieval_metrics, top_images
+from disco_jax.evaluation.zero_shot import class_embeddings, zero_shot_metrics
+from disco_jax.mesh import batch_sharding, replicated
+from disco_jax.models import CLIP
+
+
+@dataclass(frozen=True)
+class SplitFeatures:
+    """Features of the usable examples of a split, one row each; not normalised.
+
+    images, texts: float32 [n, D]; labels: int32 [n], -1 where there is none; indices: int [n], places in the source.
+    """
+
+    images: Float32[np.ndarray, "n D"]
+    texts: Float32[np.ndarray, "n D"]
+    labels: Int[np.ndarray, " n"]
+    indices: Int[np.ndarray, " n"]
+
+
+class Evaluator:
+    """Retrieval, and zero-shot classification where classes are known, over the devices of a mesh.
+
+    Args:
+        graphdef: of the model.
+        mesh: its devices; each encodes its share of a batch.
+        preprocessor: as in training.
+        batch_size: examples at a time over all devices, which it must divide over.
+        class_names: what the labels stand for; empty: no zero-shot.
+        templates: prompts with a `{}` for the class name.
+        threads: that read and decode.
+    """
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef[CLIP],
+        mesh: jax.sharding.Mesh,
+        preprocessor: Preprocessor,
+        *,
+        batch_size: int,
+        class_names: Sequence[str] = (),
+        templates: Sequence[str] = (),
+        threads: int = 16,
+    ):
+        self.preprocessor, self.batch_size, self.threads = preprocessor, batch_size, threads
+        self.class_names, self.templates = class_names, templates
+        self._sharding = batch_sharding(mesh)
+
+        def encode(
+            params: nnx.State, images: Array, tokens: Array, labels: Array, valid: Array
+        ) -> tuple[Array, Array, Array, Array]:
+            clip = nnx.merge(graphdef, params)
+            images, texts = clip.encode_image(images), clip.encode_text(tokens)
+            return images.astype("float32"), texts.astype("float32"), labels, valid
+
+        def encode_text(params: nnx.State, tokens: Int[Array, "B L"]) -> Float[Array, "B D"]:
+            return nnx.merge(graphdef, params).encode_text(tokens).astype("float32")
+
+        # Replicated: every process fetches all rows.
+        self._encode = jax.jit(encode, out_shardings=replicated(mesh))
+        self._encode_text = jax.jit(encode_text, out_shardings=replicated(mesh))
+
+    def features(self, params: nnx.State, source: ExampleSource, size: int | None = None) -> SplitFeatures:
+        """Encodes the first `size` examples of `source` (default: all); bad ones are left out.
+
+        Raises ValueError when none is left.
+        """
+        parts = []
+        for batch in eval_batches(
+            source, self.preprocessor, batch_size=self.batch_size, size=size, threads=self.threads
+        ):
+            on_devices = (jax.make_array_from_process_local_data(self._sharding, part) for part in batch)
+            parts.append(jax.device_get(self._encode(params, *on_devices)))
+        images, texts, labels, valid = (np.concatenate(part) for part in zip(*parts, strict=True))
+        if not valid.any():
+            raise ValueError("not one usable example in the evaluation data: see the warnings above")
+        return SplitFeatures(images[valid], texts[valid], labels[valid], np.flatnonzero(valid))
+
+    def metrics(self, params: nnx.State, features: SplitFeatures) -> dict[str, float]:
+        """`image_to_text/R@1` and so on, and `zero_shot/top1`, `/top5` where labels and class names are known."""
+        metrics = retrieval_metrics(features.images, features.texts, np.arange(len(features.images)))
+        labelled = features.labels >= 0
+        if self.class_names and labelled.any():
+            classes = class_embeddings(
+                lambda tokens: jax.device_get(self._encode_text(params, jax.device_put(tokens, self._sharding))),
+                self.preprocessor.tokenizer,
+                self.class_names,
+                self.templates,
+                self.preprocessor.context_length,
+                batch_size=self.batch_size,
+            )
+            zero_shot = zero_shot_metrics(features.images[labelled], features.labels[labelled], classes)
+            metrics |= {f"zero_shot/{name}": value for name, value in zero_shot.items()}
+        return metrics
+
+
+def example_queries(
+    source: ExampleSource, features: SplitFeatures, preprocessor: Preprocessor, count: int = 8
+) -> tuple[list[str], UInt8[np.ndarray, "q k H W 3"], Bool[np.ndarray, "q k"]]:
+    """Some captions of a split, spread evenly, with the five images that the model finds for each.
+
+    Returns:
+        the q captions, different ones where possible; their k = min(5, n) images, best first; and which images are
+        right: those whose caption is the same.
+    """
+    captions = [clean_caption(source[int(index)].caption) for index in features.indices]
+    distinct = list({caption: row for row, caption in enumerate(captions)}.values())
+    rows = [distinct[i] for i in np.linspace(0, len(distinct) - 1, min(count, len(distinct))).round().astype(int)]
+    found = top_images(features.texts[rows], features.images)
+    images = [[preprocessor.eval_image(source[int(features.indices[i])]) for i in row] for row in found]
+    right = [[captions[i] == captions[query] for i in row] for query, row in zip(rows, found, strict=True)]
+    return [captions[row] for row in rows], np.array(images), np.array(right)

@@ -1,0 +1,147 @@
+"""CLIP: a vision transformer and a causal text transformer into one space (Radford et al. 2021, section 2.4)."""
+
+import math
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.nn.initializers import normal, xavier_uniform
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, UInt8
+
+from disco_jax.models.presets import CLIPConfig
+from disco_jax.models.transformer import KernelInit, Transformer, layer_norm, torch_default
+
+# Of the RGB values in [0, 1] of OpenAI's training images.
+IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
+IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+class VisionTransformer(nnx.Module):
+    """Image tower. As in OpenAI's code, linear layers and the patch kernel start as torch makes them."""
+
+    def __init__(self, config: CLIPConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        vision = config.vision
+        width = vision.width
+        tokens = (vision.image_size // vision.patch_size) ** 2 + 1
+        init = normal(width**-0.5)
+        self.image_size = vision.image_size
+        self.patch_size = vision.patch_size
+        self.dtype = dtype
+        self.patch_embedding = nnx.Linear(
+            3 * vision.patch_size**2, width, use_bias=False, kernel_init=torch_default, dtype=dtype, rngs=rngs
+        )
+        self.class_embedding = nnx.Param(init(rngs.params(), (width,)))
+        self.position_embedding = nnx.Param(init(rngs.params(), (tokens, width)))
+        self.ln_pre = layer_norm(width, rngs=rngs)
+        self.transformer = Transformer(
+            width,
+            vision.layers,
+            vision.heads,
+            vision.mlp_width,
+            causal=False,
+            activation=config.activation,
+            kernel_init=KernelInit(xavier_uniform(), torch_default, torch_default, torch_default),
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.ln_post = layer_norm(width, rngs=rngs)
+        self.projection = nnx.Linear(width, config.embed_dim, use_bias=False, kernel_init=init, dtype=dtype, rngs=rngs)
+
+    def __call__(self, images: Float[Array, "b H W 3"]) -> Float[Array, "b D"]:
+        """Encode normalised images; features are not L2-normalised, in the compute dtype.
+
+        Raises ValueError where the images have another size than the model's.
+        """
+        size = self.image_size
+        if images.shape[1:] != (size, size, 3):
+            raise ValueError(
+                f"images have shape {images.shape}, the model takes (b, {size}, {size}, 3): "
+                f"resize them with eval_transform(image, {size})"
+            )
+        # A convolution whose stride is its kernel's size, as one matrix product: faster than the convolution on CPU.
+        b, p, side = images.shape[0], self.patch_size, size // self.patch_size
+        pixels = images.reshape(b, side, p, side, p, 3).swapaxes(2, 3).reshape(b, side**2, 3 * p**2)
+        patches = self.patch_embedding(pixels)
+        # Embeddings are added in float32, so that their gradients are summed over the batch in float32.
+        class_token = jnp.broadcast_to(self.class_embedding[...], (b, 1, patches.shape[-1]))
+        x = jnp.concatenate([class_token, patches.astype(jnp.float32)], axis=1) + self.position_embedding[...]
+        x = self.transformer(self.ln_pre(x).astype(self.dtype))
+        return self.projection(self.ln_post(x[:, 0]))
+
+
+class TextTransformer(nnx.Module):
+    """Text tower, with OpenAI's initialisation."""
+
+    def __init__(self, config: CLIPConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        text = config.text
+        width = text.width
+        proj_init = normal(width**-0.5 * (2 * text.layers) ** -0.5)
+        self.context_length = text.context_length
+        self.eot_id = text.eot_id
+        self.dtype = dtype
+        self.token_embedding = nnx.Embed(text.vocab_size, width, embedding_init=normal(0.02), rngs=rngs)
+        self.position_embedding = nnx.Param(normal(0.01)(rngs.params(), (text.context_length, width)))
+        self.transformer = Transformer(
+            width,
+            text.layers,
+            text.heads,
+            text.mlp_width,
+            causal=True,
+            activation=config.activation,
+            kernel_init=KernelInit(normal(width**-0.5), proj_init, normal((2 * width) ** -0.5), proj_init),
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.ln_final = layer_norm(width, rngs=rngs)
+        self.projection = nnx.Linear(
+            width, config.embed_dim, use_bias=False, kernel_init=normal(width**-0.5), dtype=dtype, rngs=rngs
+        )
+
+    def __call__(self, tokens: Int[Array, "b L"]) -> Float[Array, "b D"]:
+        """Encode token ids, see CLIP.encode_text."""
+        if tokens.ndim != 2 or tokens.shape[1] > self.context_length:
+            raise ValueError(
+                f"tokens have shape {tokens.shape}, the model takes (b, L) with L <= {self.context_length}: "
+                f"tokenize with context_length={self.context_length}"
+            )
+        # Looked up in float32, so that the gradients of a frequent token are summed in float32.
+        x = self.token_embedding(tokens) + self.position_embedding[: tokens.shape[1]]
+        x = self.transformer(x.astype(self.dtype))
+        eot = jnp.argmax(tokens == self.eot_id, axis=-1)
+        pooled = jnp.take_along_axis(x, eot[:, None, None], axis=1)[:, 0]
+        return self.projection(self.ln_final(pooled))
+
+
+class CLIP(nnx.Module):
+    """Both towers and the temperature. Parameters are float32; matrix products are in `dtype`.
+
+    `visual` and `text` are the towers. `logit_scale` is the log of the factor on the cosine similarities, a float32
+    scalar that starts at ln(1/0.07). LayerNorm and softmax are in float32.
+    """
+
+    def __init__(self, config: CLIPConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.visual = VisionTransformer(config, dtype=dtype, rngs=rngs)
+        self.text = TextTransformer(config, dtype=dtype, rngs=rngs)
+        self.logit_scale = nnx.Param(jnp.asarray(math.log(1 / 0.07), jnp.float32))
+
+    def encode_image(self, images: UInt8[Array, "b H W 3"]) -> Float[Array, "b D"]:
+        """Encode RGB images, 0 to 255; features are not L2-normalised, in the compute dtype.
+
+        Raises ValueError where the images are not uint8 or have another size than the model's.
+        """
+        if images.dtype != jnp.uint8:
+            raise ValueError(
+                f"encode_image takes uint8 pixels (0 to 255), got {images.dtype}: pass the pixels as they are, "
+                "or normalised images to clip.visual"
+            )
+        normalised = (images.astype(jnp.float32) / 255 - jnp.array(IMAGE_MEAN)) / jnp.array(IMAGE_STD)
+        return self.visual(normalised)
+
+    def encode_text(self, tokens: Int[Array, "b L"]) -> Float[Array, "b D"]:
+        """Encode token ids; features are not L2-normalised, in the compute dtype.
+
+        Each row must hold the end-of-text id: its features are taken at the first one. What comes after it has no
+        influence, so rows may be cut to any L that keeps it. An id outside the vocabulary gives NaN. Raises ValueError
+        where L is above the context length.
+        """
+        return self.text(tokens)

@@ -1,0 +1,220 @@
+"""Every setting of a run with its default, and the checks that need nothing but the settings."""
+
+import dataclasses
+import difflib
+import math
+from typing import Any
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from disco_jax.models import CLIPConfig, preset
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be run; the message names it and the cure."""
+
+
+# What may differ when a run is resumed: none of these changes the numbers of training.
+FREE_ON_RESUME = ("checkpoint", "cpu_devices", "distributed", "eval", "log", "resume_changed")
+
+
+def default_config() -> ConfigDict:
+    """All settings; a file in configs/ changes some of them. Locked: an unknown key is an error."""
+    config = ConfigDict()
+    config.seed = 0
+    config.batch_size = 1024  # global: over all devices
+    config.total_steps = 10_000
+    config.smoke = False  # 3 steps of a shrunken model on generated data and CPU, whatever the rest says
+    config.on_nonfinite = "stop"  # a loss or gradient that is NaN or inf: "stop" the run, or "skip" the update
+    config.resume_changed = False  # go on in a workdir although settings that change the numbers differ
+
+    # Mesh axes and their sizes in devices; the batch is split over all of them; one size may be -1: the rest.
+    config.mesh = (("data", -1),)
+    config.cpu_devices = placeholder(int)  # run on so many simulated CPU devices
+
+    config.distributed = ConfigDict()  # unset: as a complete cluster environment says, else one process
+    config.distributed.coordinator = placeholder(str)  # host:port of process 0
+    config.distributed.num_processes = placeholder(int)
+    config.distributed.process_id = placeholder(int)
+
+    config.model = ConfigDict()
+    config.model.name = "ViT-B-32"  # a preset of disco_jax.models, by open_clip's name
+    config.model.dtype = "bfloat16"  # of the computation; parameters are float32
+    config.model.image_size = placeholder(int)  # instead of the preset's
+    config.model.patch_size = placeholder(int)
+    config.model.context_length = placeholder(int)
+
+    config.loss = ConfigDict()
+    config.loss.method = "disco"
+
+    config.data = ConfigDict()
+    config.data.source = "tars"  # "tars", "tfds" or "scenes" (generated)
+    config.data.train = ""  # tars: brace or glob pattern; tfds and scenes: split
+    config.data.eval = ""  # likewise, held out; empty: no evaluation
+    config.data.caption = "txt"  # tars: the member with the caption, or "json:FIELD"
+    config.data.label = placeholder(str)  # tars: "cls" or "json:FIELD", where there are class indices
+    config.data.index_cache = placeholder(str)  # tars: folder of the indices; unset: the user's cache folder
+    config.data.tfds_name = placeholder(str)  # tfds: "name:version", or the folder of a prepared dataset
+    config.data.tfds_dir = placeholder(str)  # tfds: where datasets are prepared
+    config.data.tfds_image_key = "image"
+    config.data.tfds_text_key = placeholder(str)  # either a text feature ...
+    config.data.tfds_label_key = placeholder(str)  # ... or a label, put into the prompt
+    config.data.tfds_prompt = "a photo of a {}."
+    config.data.tokenizer = placeholder(str)  # path of a tokenizer.json; unset: CLIP's own
+    config.data.crop_scale = (0.9, 1.0)  # RandomResizedCrop: share of the area
+    config.data.crop_ratio = (3 / 4, 4 / 3)  # and aspect ratio
+    config.data.apply_exif = True  # turn photographs upright
+    config.data.max_dropped = 0.01  # stop when a larger share of the examples is bad
+    config.data.threads = 16  # per process, that read and decode
+
+    config.optimizer = ConfigDict()  # AdamW as OpenAI's recipe; cosine to 0
+    config.optimizer.learning_rate = 5e-4
+    config.optimizer.beta1 = 0.9
+    config.optimizer.beta2 = 0.98
+    config.optimizer.eps = 1e-6
+    config.optimizer.weight_decay = 0.2  # on matrices only
+    config.optimizer.warmup_steps = 2000
+    config.optimizer.grad_clip = placeholder(float)  # largest global norm; unset: none
+
+    config.eval = ConfigDict()
+    config.eval.every_steps = 1000  # and at the end; 0: only at the end
+    config.eval.batch_size = 1024
+    config.eval.train_examples = 0  # so many training pairs are evaluated too, as train/...
+    config.eval.classes = placeholder(str)  # file of class names, one a line, for zero-shot; tfds: the dataset's own
+    config.eval.templates = ("a photo of a {}.",)
+
+    config.checkpoint = ConfigDict()
+    config.checkpoint.every_steps = 1000
+    config.checkpoint.every_minutes = 15.0  # whichever comes first; 0: by steps only
+    config.checkpoint.keep_last = 3
+    config.checkpoint.keep_best = 1  # by best_metric, where it was evaluated
+    config.checkpoint.best_metric = "eval/image_to_text/R@1"
+
+    config.log = ConfigDict()
+    config.log.every_steps = 10
+    config.log.wandb_project = placeholder(str)  # log to Weights & Biases too
+    return config.lock()
+
+
+def smoke_config(config: ConfigDict) -> ConfigDict:
+    """3 steps of the same kind of run, small enough for any CPU: tiny model, generated scenes, 2 simulated devices."""
+    config = config.copy_and_resolve_references()
+    names = [name for name, _ in config.mesh]
+    config.update(
+        mesh=tuple((name, 2 if i == 0 else 1) for i, name in enumerate(names)),
+        cpu_devices=2,
+        batch_size=16,
+        total_steps=3,
+        model={"name": "tiny", "dtype": "float32", "image_size": 32, "patch_size": 8, "context_length": 16},
+        data={"source": "scenes", "train": "train", "eval": "held_out", "label": None, "tokenizer": None, "threads": 2},
+        optimizer={"warmup_steps": 1},
+        eval={"every_steps": 2, "batch_size": 16, "train_examples": 0, "classes": None, "templates": ("a {}",)},
+        checkpoint={"every_steps": 2, "best_metric": "eval/image_to_text/R@1"},
+        log={"every_steps": 1, "wandb_project": None},
+    )
+    return config
+
+
+def model_config(config: ConfigDict, vocab_size: int, eot_id: int) -> CLIPConfig:
+    """The preset with the run's image size, patch size, context length and tokenizer."""
+    model = preset(config.model.name)
+    vision = {key: config.model[key] for key in ("image_size", "patch_size") if config.model[key] is not None}
+    text: dict[str, int] = {"vocab_size": vocab_size, "eot_id": eot_id}
+    if config.model.context_length is not None:
+        text["context_length"] = config.model.context_length
+    return dataclasses.replace(
+        model, vision=dataclasses.replace(model.vision, **vision), text=dataclasses.replace(model.text, **text)
+    )
+
+
+def validate(config: ConfigDict) -> None:
+    """Checks names, types and ranges of all settings. Raises `ConfigError`."""
+    _check_keys(config.to_dict(), default_config().to_dict(), "config")
+    at_least = {
+        "batch_size": 1,
+        "total_steps": 1,
+        "data.threads": 1,
+        "eval.every_steps": 0,
+        "eval.batch_size": 1,
+        "eval.train_examples": 0,
+        "checkpoint.every_steps": 1,
+        "checkpoint.every_minutes": 0,
+        "checkpoint.keep_last": 1,
+        "checkpoint.keep_best": 0,
+        "log.every_steps": 1,
+        "optimizer.warmup_steps": 0,
+        "optimizer.weight_decay": 0,
+        "data.max_dropped": 0,
+        "cpu_devices": 1,
+        "model.image_size": 1,
+        "model.patch_size": 1,
+        "model.context_length": 3,
+    }
+    for name, least in at_least.items():
+        value = _get(config, name)
+        if value is not None and not value >= least:
+            raise ConfigError(f"config.{name}={value} must be at least {least}")
+    for name in ("optimizer.learning_rate", "optimizer.eps", "optimizer.grad_clip"):
+        value = _get(config, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"config.{name}={value} must be a positive number")
+    for name in ("optimizer.beta1", "optimizer.beta2"):
+        if not 0 <= _get(config, name) < 1:
+            raise ConfigError(f"config.{name}={_get(config, name)} must lie in [0, 1)")
+    choices = {
+        "on_nonfinite": ("stop", "skip"),
+        "model.dtype": ("float32", "bfloat16"),
+        "loss.method": ("disco",),
+        "data.source": ("tars", "tfds", "scenes"),
+    }
+    for name, allowed in choices.items():
+        if _get(config, name) not in allowed:
+            raise ConfigError(f"config.{name}={_get(config, name)!r} is unknown: use one of {', '.join(allowed)}")
+    warmup, total = config.optimizer.warmup_steps, config.total_steps
+    if warmup >= total:
+        raise ConfigError(
+            f"config.optimizer.warmup_steps={warmup} must be smaller than config.total_steps={total}: "
+            "shorten the warm-up or lengthen the run"
+        )
+    for name in ("data.crop_scale", "data.crop_ratio"):
+        low, high = _get(config, name)
+        if not 0 < low <= high or (name == "data.crop_scale" and high > 1):
+            raise ConfigError(f"config.{name}={(low, high)} must be 0 < low <= high, a scale at most 1")
+    if not config.data.train:
+        raise ConfigError("config.data.train is empty: give the data, e.g. --config.data.train='shards/{000..009}.tar'")
+    preset(config.model.name)  # raises with a suggestion
+
+
+def _get(config: ConfigDict, name: str) -> Any:
+    for part in name.split("."):
+        config = config[part]
+    return config
+
+
+def _check_keys(given: dict[str, Any], known: dict[str, Any], path: str) -> None:
+    for key in given.keys() - known.keys():
+        close = difflib.get_close_matches(key, known, 1)
+        cure = f"did you mean {path}.{close[0]}?" if close else f"known are {', '.join(sorted(known))}"
+        raise ConfigError(f"unknown setting {path}.{key}: {cure}")
+    for key in known.keys() - given.keys():
+        raise ConfigError(f"{path}.{key} is missing: start from disco_jax.training.default_config()")
+    for key, value in known.items():
+        if isinstance(value, dict):
+            if not isinstance(given[key], dict):
+                raise ConfigError(f"{path}.{key}={given[key]!r} must be a group of settings")
+            _check_keys(given[key], value, f"{path}.{key}")
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], path: str = "config") -> list[str]:
+    """One line for each setting that differs and isn't free on resume, e.g. "config.seed: 0 -> 1"."""
+    lines = []
+    for key in sorted(old.keys() | new.keys()):
+        if path == "config" and key in FREE_ON_RESUME:
+            continue
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            lines += differences(before, after, f"{path}.{key}")
+        elif before != after:
+            lines.append(f"{path}.{key}: {before!r} -> {after!r}")
+    return lines

@@ -1,0 +1,228 @@
+"""The training loop, the last evaluation and the report."""
+
+import math
+import os
+import signal
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from absl import logging
+from ml_collections import ConfigDict
+
+from disco_jax.data.loader import Batch, DropCounter, train_batches
+from disco_jax.evaluation.evaluator import SplitFeatures, example_queries
+from disco_jax.evaluation.report import write_report
+from disco_jax.mesh import any_process, batch_sharding, replicated
+from disco_jax.training.checkpoints import Checkpoints
+from disco_jax.training.metrics import MetricWriter, read_history
+from disco_jax.training.optimizer import make_schedule
+from disco_jax.training.setup import Setup, prepare
+from disco_jax.training.signals import StopSignal, TrainingInterrupted
+from disco_jax.training.step import TrainState, compile_step, make_init, make_train_step
+
+
+class NonFiniteLossError(ArithmeticError):
+    """The loss or its gradient became NaN or inf; the checkpoints are from before."""
+
+
+def train(config: ConfigDict, workdir: str | os.PathLike[str]) -> dict[str, float]:
+    """Trains as `config` says, from the last checkpoint in `workdir` where there is one.
+
+    Order within the loop: dispatch step k, read the metrics of step k-1, evaluate, save, take the next batch. Nothing
+    of step k is read before step k+1 is dispatched, except to evaluate or to save.
+
+    Args:
+        config: of `default_config`, with changes.
+        workdir: gets config.json, metrics.jsonl, tensorboard/, checkpoints/ and, at the end, report.png.
+
+    Returns:
+        the metrics of the last evaluation; empty without evaluation data.
+
+    Raises:
+        ConfigError: settings, data or a workdir that cannot be run; one line with the cure, before compiling.
+        TooManyBadExamples: the dropped share of the data passed `data.max_dropped`.
+        TrainingInterrupted: SIGTERM or SIGINT came; the state is saved.
+        NonFiniteLossError: with `on_nonfinite="stop"`.
+    """
+    setup = prepare(config, workdir)
+    config = setup.config
+    with StopSignal() as stop_signal, Checkpoints(setup.workdir / "checkpoints", config.checkpoint) as checkpoints:
+        if checkpoints.latest_step is None:
+            init = make_init(setup.model, setup.optimizer, config.seed)
+            state = jax.jit(init, out_shardings=replicated(setup.mesh))()
+        else:
+            state = checkpoints.restore(setup.abstract_state)
+            logging.info("Resumed from step %d", checkpoints.latest_step)
+        with MetricWriter(
+            setup.workdir,
+            total_steps=config.total_steps,
+            batch_size=config.batch_size,
+            wandb={"project": config.log.wandb_project} if config.log.wandb_project else None,
+            config=config.to_dict(),
+            resume_step=int(state.step),
+            is_main=setup.is_main,
+        ) as writer:
+            evaluation = _run_steps(setup, state, checkpoints, writer, stop_signal)
+    if setup.is_main:
+        _write_report(setup, evaluation)
+    return evaluation.metrics
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics as `eval/...` and `train/...`, and the features of the evaluation split, None where there is none."""
+
+    metrics: dict[str, float]
+    features: SplitFeatures | None
+
+
+def evaluate(setup: Setup, state: TrainState) -> Evaluation:
+    """Evaluates the held-out split, and as many training examples as `config.eval.train_examples` says."""
+    metrics: dict[str, float] = {}
+    features = None
+    for name, source, size in (
+        ("train", setup.train_source, setup.config.eval.train_examples),
+        ("eval", setup.eval_source, None),
+    ):
+        if source is None or size == 0:
+            continue
+        features = setup.evaluator.features(state.params, source, size)
+        metrics |= {f"{name}/{key}": value for key, value in setup.evaluator.metrics(state.params, features).items()}
+    for key, value in metrics.items():
+        logging.info("step %d: %s %.4f", int(jax.device_get(state.step)), key, value)
+    return Evaluation(metrics, features if setup.eval_source is not None else None)
+
+
+def _run_steps(
+    setup: Setup, state: TrainState, checkpoints: Checkpoints, writer: MetricWriter, stop_signal: StopSignal
+) -> Evaluation:
+    """The steps that are left, with what is due in between, and the last evaluation."""
+    config = setup.config
+    step = int(state.step)
+    if step == config.total_steps:
+        logging.info("All %d steps are done already", step)
+        return evaluate(setup, state)
+    train_step = compile_step(
+        make_train_step(
+            setup.graphdef,
+            setup.optimizer,
+            make_schedule(config.optimizer, config.total_steps),
+            mesh=setup.mesh,
+            method=config.loss.method,
+            skip_nonfinite=config.on_nonfinite == "skip",
+        ),
+        setup.abstract_state,
+        setup.model,
+        config.batch_size,
+        setup.mesh,
+    )
+    recorder = _Recorder(setup, writer, step)
+    drops = DropCounter(config.data.max_dropped)
+    batches = train_batches(
+        setup.train_source,
+        setup.preprocessor,
+        drops,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        first_step=step,
+        threads=config.data.threads,
+    )
+    sharding = batch_sharding(setup.mesh)
+    with closing(batches), jax.transfer_guard("disallow"):
+        for batch in batches:
+            images = jax.make_array_from_process_local_data(sharding, batch.images)
+            tokens = jax.make_array_from_process_local_data(sharding, batch.tokens)
+            state, metrics = train_step(state, images, tokens)
+            step += 1
+            recorder.record(step, metrics, batch)
+
+            last = step == config.total_steps
+            stop, save = False, last or step % config.checkpoint.every_steps == 0
+            # Processes agree by waiting for each other, so not at every step.
+            if jax.process_count() == 1 or step % config.log.every_steps == 0:
+                stop = any_process(stop_signal.received is not None) and not last
+                save = save or stop or any_process(checkpoints.minutes_due())
+            evaluate_now = last or (config.eval.every_steps > 0 and step % config.eval.every_steps == 0)
+            if not (evaluate_now or save):
+                continue
+            recorder.flush()  # raises where the state is not fit to be saved
+            evaluation = None
+            if evaluate_now:
+                evaluation = evaluate(setup, state)
+                writer.write(step, evaluation.metrics)
+            if save:
+                checkpoints.save(step, state, evaluation.metrics if evaluation else None)
+            if stop:
+                raise TrainingInterrupted(stop_signal.received or signal.SIGTERM, step)
+            if last:
+                break
+            recorder.restart_clock()
+    if drops.dropped:
+        logging.warning("In the training data: %s", drops)
+    assert evaluation is not None
+    return evaluation
+
+
+class _Recorder:
+    """Writes the metrics of a step once the next one is dispatched, and stops the run at a loss that is not finite."""
+
+    def __init__(self, setup: Setup, writer: MetricWriter, first_step: int):
+        self._setup, self._writer = setup, writer
+        self._pending: tuple[int, dict[str, jax.Array], Batch] | None = None
+        self._recorded = first_step
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leaves the time up to now out of samples/s."""
+        self._clock, self._clock_step = time.monotonic(), self._recorded
+
+    def record(self, step: int, metrics: dict[str, jax.Array], batch: Batch) -> None:
+        """Takes the metrics of `step`, just dispatched, and writes those of the step before."""
+        self.flush()
+        self._pending = (step, metrics, batch)
+
+    def flush(self) -> None:
+        """Waits for the pending step and writes its metrics where `log.every_steps` says so."""
+        if self._pending is None:
+            return
+        config = self._setup.config
+        step, on_devices, batch = self._pending
+        self._pending = None
+        metrics = {name: float(value) for name, value in jax.device_get(on_devices).items()}
+        self._recorded = step
+        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+            self._nonfinite(step, metrics, batch)
+        if step % config.log.every_steps and step != config.total_steps:
+            return
+        seconds = time.monotonic() - self._clock
+        metrics["samples_per_sec"] = (step - self._clock_step) * config.batch_size / max(seconds, 1e-9)
+        self.restart_clock()
+        self._writer.write(step, metrics)
+        self._writer.progress(
+            step, loss=metrics["loss"], samples_per_sec=metrics["samples_per_sec"], scale=metrics["logit_scale"]
+        )
+
+    def _nonfinite(self, step: int, metrics: dict[str, float], batch: Batch) -> None:
+        path = self._setup.workdir / f"nonfinite_step_{step}_process_{jax.process_index()}.txt"
+        path.write_text("".join(f"{key}\n" for key in batch.keys), encoding="utf-8")
+        found = f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; its examples are in {path}"
+        if self._setup.config.on_nonfinite == "stop":
+            self._writer.write(step, metrics)
+            raise NonFiniteLossError(
+                f"{found}. The checkpoints are from before; lower config.optimizer.learning_rate, set "
+                "config.optimizer.grad_clip, or go on past such steps with config.on_nonfinite='skip'"
+            )
+        logging.warning("Skipped the update of %s", found)
+
+
+def _write_report(setup: Setup, evaluation: Evaluation) -> None:
+    queries: tuple[Any, ...] = ()
+    if setup.eval_source is not None and evaluation.features is not None:
+        queries = example_queries(setup.eval_source, evaluation.features, setup.preprocessor)
+    path = setup.workdir / "report.png"
+    title = f"{setup.config.model.name}, {setup.workdir.name}"
+    write_report(path, read_history(setup.workdir), *queries, title=title)
+    logging.info("The report is in %s", path)

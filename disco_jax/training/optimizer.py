@@ -1,0 +1,31 @@
+"""AdamW with warm-up and cosine, as OpenAI trained CLIP (Radford et al. 2021, table 18)."""
+
+import optax
+from ml_collections import ConfigDict
+
+from disco_jax.models import decay_mask
+
+
+def make_schedule(optimizer: ConfigDict, total_steps: int) -> optax.Schedule:
+    """Learning rate of a step: linear from 0 over `warmup_steps`, then a cosine to 0 at `total_steps`."""
+    return optax.warmup_cosine_decay_schedule(0.0, optimizer.learning_rate, optimizer.warmup_steps, total_steps)
+
+
+def make_optimizer(optimizer: ConfigDict, total_steps: int) -> optax.GradientTransformation:
+    """AdamW whose decoupled weight decay spares gains, biases, the logit scale and the class and position embeddings.
+
+    Args:
+        optimizer: `config.optimizer` of `disco_jax.training.default_config`.
+        total_steps: where the cosine ends.
+    """
+    adamw = optax.adamw(
+        make_schedule(optimizer, total_steps),
+        b1=optimizer.beta1,
+        b2=optimizer.beta2,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        mask=decay_mask,
+    )
+    if optimizer.grad_clip is None:
+        return adamw
+    return optax.chain(optax.clip_by_global_norm(optimizer.grad_clip), adamw)

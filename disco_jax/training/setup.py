@@ -1,0 +1,179 @@
+"""All that a run needs, made from its config and checked, before anything is compiled."""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+from absl import logging
+from flax import nnx
+from ml_collections import ConfigDict
+
+from disco_jax import mesh as mesh_lib
+from disco_jax.data.examples import ExampleSource
+from disco_jax.data.loader import Preprocessor
+from disco_jax.data.sources import make_source
+from disco_jax.data.tokenizer import load_tokenizer
+from disco_jax.evaluation.evaluator import Evaluator
+from disco_jax.models import CLIP, CLIPConfig, decay_mask
+from disco_jax.training.checkpoints import check_space
+from disco_jax.training.config import ConfigError, differences, model_config, smoke_config, validate
+from disco_jax.training.optimizer import make_optimizer
+from disco_jax.training.step import TrainState, make_graphdef, make_init
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The parts of a run; `abstract_state` has the shapes, dtypes and shardings of the training state."""
+
+    config: ConfigDict
+    workdir: Path
+    mesh: jax.sharding.Mesh
+    model: CLIPConfig
+    graphdef: nnx.GraphDef[CLIP]
+    optimizer: optax.GradientTransformation
+    abstract_state: TrainState
+    train_source: ExampleSource
+    eval_source: ExampleSource | None
+    preprocessor: Preprocessor
+    evaluator: Evaluator
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the files of the run."""
+        return jax.process_index() == 0
+
+
+def prepare(config: ConfigDict, workdir: str | os.PathLike[str]) -> Setup:
+    """Checks everything and claims `workdir`; raises `ConfigError`, one line with the cure, for what cannot be run."""
+    try:
+        return _prepare(config, Path(workdir).absolute())
+    except (ValueError, OSError, ImportError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _prepare(config: ConfigDict, workdir: Path) -> Setup:
+    config = smoke_config(config) if config.get("smoke") else config
+    validate(config)
+    if config.cpu_devices is not None:
+        mesh_lib.simulate_cpu_devices(config.cpu_devices)
+    mesh_lib.initialize_processes(**config.distributed.to_dict())
+    mesh = mesh_lib.make_mesh(config.mesh)
+    for name, size in (("batch_size", config.batch_size), ("eval.batch_size", config.eval.batch_size)):
+        if size % mesh.size:
+            raise ConfigError(
+                f"config.{name}={size} does not divide over the {mesh.size} devices of the mesh: use a multiple"
+            )
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    model = model_config(config, tokenizer.vocab_size, tokenizer.eot_id)
+    train_source = make_source(config.data, config.data.train, labelled=False)
+    eval_source = make_source(config.data, config.data.eval, labelled=True) if config.data.eval else None
+    preprocessor = Preprocessor(
+        tokenizer,
+        image_size=model.vision.image_size,
+        context_length=model.text.context_length,
+        apply_exif=config.data.apply_exif,
+        scale=config.data.crop_scale,
+        ratio=config.data.crop_ratio,
+    )
+    graphdef = make_graphdef(model, jnp.dtype(config.model.dtype))
+    evaluator = Evaluator(
+        graphdef,
+        mesh,
+        preprocessor,
+        batch_size=config.eval.batch_size,
+        class_names=_class_names(config, eval_source),
+        templates=config.eval.templates,
+        threads=config.data.threads,
+    )
+    optimizer = make_optimizer(config.optimizer, config.total_steps)
+    abstract_state = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=mesh_lib.replicated(mesh)),
+        jax.eval_shape(make_init(model, optimizer, config.seed)),
+    )
+    setup = Setup(
+        config=config,
+        workdir=workdir,
+        mesh=mesh,
+        model=model,
+        graphdef=graphdef,
+        optimizer=optimizer,
+        abstract_state=abstract_state,
+        train_source=train_source,
+        eval_source=eval_source,
+        preprocessor=preprocessor,
+        evaluator=evaluator,
+    )
+    _claim_workdir(setup)
+    check_space(setup.workdir, abstract_state)
+    _log(setup)
+    return setup
+
+
+def _class_names(config: ConfigDict, eval_source: ExampleSource | None) -> tuple[str, ...]:
+    """From the file that the config names, else from the dataset where it knows its labels."""
+    if config.eval.classes is None:
+        return tuple(getattr(eval_source, "label_names", None) or ())
+    path = Path(config.eval.classes)
+    if not path.is_file():
+        raise FileNotFoundError(f"config.eval.classes={path} does not exist: give a file with one class name a line")
+    names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    if config.data.source == "tars" and config.data.label is None:
+        raise ConfigError("config.eval.classes needs labels: set config.data.label to 'cls' or 'json:FIELD'")
+    return names
+
+
+def _claim_workdir(setup: Setup) -> None:
+    """Writes the config into the workdir; refuses a workdir in which another config was trained."""
+    path = setup.workdir / CONFIG_FILE
+    new = json.loads(setup.config.to_json())
+    if path.exists():
+        changed = differences(json.loads(path.read_text(encoding="utf-8")), new)
+        if changed and not setup.config.resume_changed:
+            raise ConfigError(
+                f"{setup.workdir} holds a run with other settings ({'; '.join(changed)}): choose another --workdir, or "
+                "go on under the changed ones with --config.resume_changed=True"
+            )
+        for line in changed:
+            logging.warning("Going on under a changed setting: %s", line)
+    elif setup.workdir.is_dir() and any(setup.workdir.iterdir()):
+        raise ConfigError(f"{setup.workdir} holds files but no {CONFIG_FILE} of a run: choose an empty --workdir")
+    if setup.is_main:
+        try:
+            setup.workdir.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            raise ConfigError(f"cannot write to {setup.workdir} ({error.strerror}): choose another") from None
+
+
+def _log(setup: Setup) -> None:
+    config = setup.config
+    logging.info(
+        "%d training examples, %d evaluation examples; batch %d on %d devices (%s) in %d processes",
+        len(setup.train_source),
+        len(setup.eval_source) if setup.eval_source is not None else 0,
+        config.batch_size,
+        setup.mesh.size,
+        " x ".join(f"{name} {size}" for name, size in setup.mesh.shape.items()),
+        jax.process_count(),
+    )
+    params = setup.abstract_state.params
+    logging.info(
+        "%s: %.2f M parameters, computed in %s",
+        config.model.name,
+        sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) / 1e6,
+        config.model.dtype,
+    )
+    groups: dict[bool, list[str]] = {True: [], False: []}
+    for path, decayed in jax.tree_util.tree_leaves_with_path(decay_mask(params)):
+        groups[decayed].append(jax.tree_util.keystr(path[:-1], simple=True, separator="."))
+    logging.info("Weight decay %s on: %s", config.optimizer.weight_decay, ", ".join(groups[True]))
+    logging.info("No weight decay on: %s", ", ".join(groups[False]))

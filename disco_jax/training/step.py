@@ -1,0 +1,146 @@
+"""The training step: two encoders, the contrastive loss over the mesh, one optimizer update."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from absl import logging
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, UInt8
+
+from disco_jax.losses import contrastive_loss
+from disco_jax.mesh import batch_sharding, replicated
+from disco_jax.models import CLIP, CLIPConfig
+
+MAX_LOGIT_SCALE = 100.0  # Radford et al. 2021, section 2.5
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that a checkpoint holds. The data needs no state of its own: its batches follow from the step.
+
+    step: int32 scalar, updates made; params: the model's `nnx.Param`s, float32; opt_state: of optax.
+    """
+
+    step: Int[Array, ""]
+    params: nnx.State
+    opt_state: optax.OptState
+
+
+StepFunction = Callable[
+    [TrainState, UInt8[Array, "B H W 3"], Int[Array, "B L"]], tuple[TrainState, dict[str, Float[Array, ""]]]
+]
+
+
+def l2_normalize(features: Float[Array, "B D"]) -> Float[Array, "B D"]:
+    """Rows of unit length, in float32; a zero row stays zero."""
+    features = features.astype(jnp.float32)
+    return features * jax.lax.rsqrt(jnp.maximum(jnp.sum(features**2, axis=-1, keepdims=True), 1e-24))
+
+
+def make_init(model: CLIPConfig, optimizer: optax.GradientTransformation, seed: int) -> Callable[[], TrainState]:
+    """A function without arguments that makes the first state; jit it with the wanted shardings."""
+
+    def init() -> TrainState:
+        params = nnx.state(CLIP(model, rngs=nnx.Rngs(seed)), nnx.Param)
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+    return init
+
+
+def make_graphdef(model: CLIPConfig, dtype: DTypeLike) -> nnx.GraphDef[CLIP]:
+    """The model without its parameters: `nnx.merge(graphdef, params)` is the model. Allocates nothing."""
+    return nnx.graphdef(nnx.eval_shape(lambda: CLIP(model, dtype=dtype, rngs=nnx.Rngs(0))))
+
+
+def make_train_step(
+    graphdef: nnx.GraphDef[CLIP],
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    *,
+    mesh: jax.sharding.Mesh,
+    method: str = "disco",
+    skip_nonfinite: bool = False,
+) -> StepFunction:
+    """One update on a global batch sharded over all axes of `mesh`.
+
+    The returned function gives the new state and float32 scalars: `loss`, `grad_norm` (before clipping),
+    `learning_rate` (of this update, by the optimizer's `schedule`) and `logit_scale` (the multiplier after it). With
+    `skip_nonfinite` an update whose loss or gradient is NaN or inf leaves parameters and optimizer as they were.
+    """
+
+    def step(
+        state: TrainState, images: UInt8[Array, "B H W 3"], tokens: Int[Array, "B L"]
+    ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+        def loss_fn(params: nnx.State) -> Float[Array, ""]:
+            clip = nnx.merge(graphdef, params)
+            image_features, text_features = clip.encode_image(images), clip.encode_text(tokens)
+            return contrastive_loss(
+                l2_normalize(image_features).astype(image_features.dtype),
+                l2_normalize(text_features).astype(text_features.dtype),
+                jnp.exp(clip.logit_scale[...]),
+                mesh=mesh,
+                rows=mesh.axis_names,
+                method=method,
+            )
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        grad_norm = optax.global_norm(grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        params["logit_scale"][...] = jnp.clip(params["logit_scale"][...], 0.0, math.log(MAX_LOGIT_SCALE))
+        if skip_nonfinite:
+            finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+            params, opt_state = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
+            )
+        metrics = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+            "logit_scale": jnp.exp(params["logit_scale"][...]),
+        }
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    return step
+
+
+def compile_step(
+    step: StepFunction, state: TrainState, model: CLIPConfig, batch_size: int, mesh: jax.sharding.Mesh
+) -> Any:
+    """Compiles `step` for the mesh with a donated state; logs the time and the memory per device.
+
+    Args:
+        step: from `make_train_step`.
+        state: arrays or `jax.ShapeDtypeStruct`s with their shardings.
+        model: gives the shapes of the batch.
+        batch_size: global.
+        mesh: the devices.
+
+    Returns:
+        the compiled object, called as `step`; jit would not reuse it.
+    """
+    side, length = model.vision.image_size, model.text.context_length
+    images = jax.ShapeDtypeStruct((batch_size, side, side, 3), jnp.uint8, sharding=batch_sharding(mesh))
+    tokens = jax.ShapeDtypeStruct((batch_size, length), jnp.int32, sharding=batch_sharding(mesh))
+    start = time.monotonic()
+    state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, replicated(mesh)))
+    compiled = jitted.lower(state, images, tokens).compile()
+    memory = compiled.memory_analysis()
+    mib = {name: getattr(memory, f"{name}_size_in_bytes") / 2**20 for name in ("argument", "output", "alias", "temp")}
+    logging.info(
+        "Compiled the step in %.1f s. Per device: %.1f MiB state and batch, %.1f MiB temporary, %.1f MiB in all",
+        time.monotonic() - start,
+        mib["argument"],
+        mib["temp"],
+        mib["argument"] + mib["output"] - mib["alias"] + mib["temp"],
+    )
+    return compiled

@@ -1,0 +1,101 @@
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from ml_collections import ConfigDict
+
+from disco_jax.training import ConfigError, default_config
+from disco_jax.training.config import differences, model_config, smoke_config, validate
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def with_data(**changes):
+    config = default_config()
+    config.data.train = "shards/*.tar"
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_is_valid_and_starts_with_its_command(path):
+    module = load(path)
+    config = module.get_config()
+    config.data.train = config.data.train or "shards/*.tar"
+    validate(config)
+    assert module.__doc__.startswith(("python train.py --config configs/" + path.name, "make "))
+    assert path.name in module.__doc__
+    smoke = smoke_config(config)
+    validate(smoke)
+    assert smoke.total_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("batch_size", 0, "config.batch_size=0 must be at least 1"),
+        ("total_steps", 2000, "warmup_steps=2000 must be smaller than config.total_steps=2000"),
+        ("optimizer.warmup_steps", 20_000, "shorten the warm-up"),
+        ("optimizer.warmup_steps", -1, "at least 0"),
+        ("optimizer.learning_rate", float("nan"), "positive number"),
+        ("optimizer.beta2", 1.0, r"\[0, 1\)"),
+        ("optimizer.grad_clip", 0.0, "positive number"),
+        ("data.source", "webdataset", "use one of tars, tfds, scenes"),
+        ("data.train", "", "config.data.train is empty"),
+        ("data.crop_scale", (0.9, 1.2), "crop_scale"),
+        ("data.crop_ratio", (2.0, 1.0), "crop_ratio"),
+        ("loss.method", "ring", "use one of disco"),
+        ("model.name", "ViT-B-23", "ViT-B-32"),
+        ("model.dtype", "float16", "bfloat16"),
+        ("on_nonfinite", "ignore", "stop, skip"),
+        ("checkpoint.keep_last", 0, "at least 1"),
+        ("cpu_devices", 0, "at least 1"),
+    ],
+)
+def test_wrong_values_are_named(name, value, message):
+    with pytest.raises(ValueError, match=message) as error:
+        validate(with_data(**{name: value}))
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_and_missing_settings_are_named():
+    config = ConfigDict(with_data().to_dict())
+    config.data.treads = 3
+    with pytest.raises(
+        ConfigError, match=r"unknown setting config\.data\.treads: did you mean config\.data\.threads\?"
+    ):
+        validate(config)
+    config = ConfigDict(with_data().to_dict())
+    del config.seed
+    with pytest.raises(ConfigError, match=r"config\.seed is missing"):
+        validate(config)
+
+
+def test_a_typo_in_a_config_file_is_an_error():
+    with pytest.raises(AttributeError, match="treads"):
+        default_config().data.treads = 3
+
+
+def test_differences_name_what_changes_the_numbers():
+    old, new = with_data(), with_data(seed=1)
+    new.data.crop_scale = (0.5, 1.0)
+    new.log.every_steps = 1
+    new.checkpoint.keep_last = 7
+    old, new = (json.loads(config.to_json()) for config in (old, new))
+    assert differences(old, new) == ["config.data.crop_scale: [0.9, 1.0] -> [0.5, 1.0]", "config.seed: 0 -> 1"]
+    assert differences(old, old) == []
+
+
+def test_model_config_takes_sizes_of_the_run_and_the_tokenizer():
+    config = with_data(**{"model.name": "tiny", "model.image_size": 48, "model.context_length": 20})
+    model = model_config(config, vocab_size=100, eot_id=99)
+    assert (model.vision.image_size, model.text.context_length) == (48, 20)
+    assert (model.text.vocab_size, model.text.eot_id) == (100, 99)

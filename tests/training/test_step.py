@@ -1,0 +1,145 @@
+"""The step on 8 devices against plain formulas on one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from disco_jax.losses import dense_contrastive_loss
+from disco_jax.mesh import batch_sharding, make_mesh, replicated
+from disco_jax.models import CLIP, CLIPConfig, TextConfig, VisionConfig
+from disco_jax.training.config import default_config
+from disco_jax.training.optimizer import make_optimizer, make_schedule
+from disco_jax.training.step import compile_step, l2_normalize, make_graphdef, make_init, make_train_step
+
+MODEL = CLIPConfig(8, VisionConfig(8, 4, 16, 2, 2, 32), TextConfig(16, 2, 2, 32, 6, 50, 49))
+B = 16
+
+
+def settings(**changes):
+    config = default_config().optimizer
+    config.update(warmup_steps=2, learning_rate=1e-2, **changes)
+    return config
+
+
+def batch(seed):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(1, 48, (B, 6))
+    tokens[:, -1] = 49
+    return rng.integers(0, 256, (B, 8, 8, 3), np.uint8), tokens.astype(np.int32)
+
+
+def run(devices, batches, *, skip_nonfinite=False, optimizer_settings=None, change=lambda params: params):
+    mesh = make_mesh((("data", devices),))
+    optimizer_settings = optimizer_settings or settings()
+    optimizer, schedule = make_optimizer(optimizer_settings, 10), make_schedule(optimizer_settings, 10)
+    state = jax.jit(make_init(MODEL, optimizer, seed=0), out_shardings=replicated(mesh))()
+    change(state.params)
+    step = make_train_step(
+        make_graphdef(MODEL, jnp.float32), optimizer, schedule, mesh=mesh, skip_nonfinite=skip_nonfinite
+    )
+    compiled = compile_step(step, state, MODEL, B, mesh)
+    history = []
+    for arrays in batches:
+        state, metrics = compiled(state, *(jax.device_put(array, batch_sharding(mesh)) for array in arrays))
+        history.append(jax.device_get(metrics))
+    return jax.device_get(state), history
+
+
+@pytest.fixture(scope="module")
+def three_steps():
+    batches = [batch(seed) for seed in range(3)]
+    return batches, run(8, batches)
+
+
+def test_loss_and_update_are_those_of_the_plain_formula(three_steps):
+    batches, (state, history) = three_steps
+    graphdef = make_graphdef(MODEL, jnp.float32)
+    params = nnx.state(CLIP(MODEL, rngs=nnx.Rngs(0)), nnx.Param)
+    optimizer = make_optimizer(settings(), 10)
+    opt_state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, opt_state, images, tokens):
+        def loss_fn(params):
+            clip = nnx.merge(graphdef, params)
+            return dense_contrastive_loss(
+                l2_normalize(clip.encode_image(images)),
+                l2_normalize(clip.encode_text(tokens)),
+                jnp.exp(clip.logit_scale[...]),
+            )
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss, optax.global_norm(grads)
+
+    for arrays, metrics in zip(batches, history, strict=True):
+        params, opt_state, loss, norm = step(params, opt_state, *arrays)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-4)
+    # Adam divides by the gradient's own size, so rounding shows most where the gradient is almost zero.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), state.params, jax.device_get(params))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_number_of_devices_changes_nothing(three_steps, devices):
+    batches, (_, history) = three_steps
+    _, other = run(devices, batches)
+    for a, b in zip(history, other, strict=True):
+        np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)
+
+
+def test_learning_rate_warms_up_and_follows_a_cosine(three_steps):
+    _, (state, history) = three_steps
+    rates = [float(metrics["learning_rate"]) for metrics in history]
+    np.testing.assert_allclose(rates, [0.0, 0.005, 0.01], rtol=1e-6)
+    assert float(make_schedule(settings(), 10)(10)) == pytest.approx(0.0, abs=1e-9)
+    assert int(state.step) == 3
+
+
+@pytest.mark.parametrize(("start", "wanted"), [(10.0, 100.0), (-3.0, 1.0)])
+def test_the_scale_is_clamped_after_the_update(start, wanted):
+    def change(params):
+        params["logit_scale"][...] = jnp.full_like(params["logit_scale"][...], start)
+
+    _, (metrics,) = run(2, [batch(0)], change=change)
+    assert float(metrics["logit_scale"]) == pytest.approx(wanted, rel=1e-5)
+
+
+def poison(params):
+    params["text"]["projection"]["kernel"][...] = params["text"]["projection"]["kernel"][...].at[0, 0].set(jnp.nan)
+
+
+def test_a_nonfinite_update_can_be_skipped():
+    kept, (metrics,) = run(2, [batch(0)], skip_nonfinite=True, change=poison)
+    assert not np.isfinite(metrics["loss"])
+    assert int(kept.step) == 1
+    assert np.isfinite(kept.params["visual"]["projection"]["kernel"][...]).all()
+    lost, _ = run(2, [batch(0)], change=poison)
+    assert np.isnan(lost.params["visual"]["projection"]["kernel"][...]).any()
+
+
+def test_weight_decay_shrinks_matrices_alone():
+    still = settings(beta1=0.0)
+    zero_step = dict(learning_rate=1e-2, weight_decay=0.5)
+    still.update(zero_step)
+    mask_params = nnx.state(CLIP(MODEL, rngs=nnx.Rngs(0)), nnx.Param)
+    optimizer = make_optimizer(still, 10)
+    opt_state = optimizer.init(mask_params)
+    zeros = jax.tree.map(jnp.zeros_like, mask_params)
+    for _ in range(3):  # past the warm-up's zero
+        updates, opt_state = optimizer.update(zeros, opt_state, mask_params)
+    assert jnp.abs(updates["visual"]["transformer"]["blocks"]["mlp"]["c_fc"]["kernel"][...]).max() > 0
+    assert jnp.abs(updates["text"]["token_embedding"]["embedding"][...]).max() > 0
+    for name in ("class_embedding", "position_embedding"):
+        assert not updates["visual"][name][...].any()
+    assert not updates["visual"]["transformer"]["blocks"]["ln_1"]["scale"][...].any()
+    assert not updates["logit_scale"][...].any()
+
+
+def test_l2_normalize_keeps_a_zero_row_and_its_gradient_finite():
+    rows = jnp.array([[3.0, 4.0], [0.0, 0.0]])
+    np.testing.assert_allclose(l2_normalize(rows), [[0.6, 0.8], [0.0, 0.0]], rtol=1e-6)
+    assert np.isfinite(jax.grad(lambda x: l2_normalize(x).sum())(rows)).all()
