@@ -11,8 +11,8 @@ import disco_jax
 from disco_jax.training import ConfigError, NonFiniteLossError, TooManyBadExamples, TrainingInterrupted, train
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.")
-WORKDIR = flags.DEFINE_string("workdir", None, "Where the run's files go; the same command resumes it.")
-flags.mark_flags_as_required(["config", "workdir"])
+WORKDIR = flags.DEFINE_string("workdir", None, "Where the run's files go; the same command resumes it.", required=True)
+flags.mark_flag_as_required("config")
 
 
 def parse_flags(argv: list[str]) -> list[str]:

@@ -31,21 +31,17 @@ COLOURS = {
     "white": (250, 250, 250),
 }
 SHAPES = ("circle", "square", "triangle", "diamond", "star", "cross", "ring", "crescent")
-SIZES = {"small": 0.13, "medium": 0.19, "large": 0.26}  # radius as a share of the image's side
+SIZES = {"small": 0.15, "medium": 0.2, "large": 0.27}  # radius as a share of the image's side
 PLACES = {
-    "at the top left": (0.28, 0.28),
-    "at the top": (0.5, 0.28),
-    "at the top right": (0.72, 0.28),
-    "on the left": (0.28, 0.5),
+    "at the top left": (0.3, 0.3),
+    "at the top right": (0.7, 0.3),
     "in the middle": (0.5, 0.5),
-    "on the right": (0.72, 0.5),
-    "at the bottom left": (0.28, 0.72),
-    "at the bottom": (0.5, 0.72),
-    "at the bottom right": (0.72, 0.72),
+    "at the bottom left": (0.3, 0.7),
+    "at the bottom right": (0.7, 0.7),
 }
 COMBINATIONS = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
-# One in five, spread so that every colour and every shape is seen in training with most of the others.
-HELD_OUT = tuple(c for i, c in enumerate(COMBINATIONS) if (i // len(SHAPES) + 2 * (i % len(SHAPES))) % 5 == 0)
+# One in four, spread so that every colour and every shape is seen in training with most of the others.
+HELD_OUT = tuple(c for i, c in enumerate(COMBINATIONS) if (i // len(SHAPES) + i % len(SHAPES)) % 4 == 0)
 CLASS_NAMES = tuple(f"{colour} {shape}" for colour, shape in COMBINATIONS)
 
 
@@ -56,7 +52,7 @@ class Scenes:
     combination and carries its label, an index into CLASS_NAMES. Images are PNG, `side` pixels square.
     """
 
-    def __init__(self, split: str, size: int, *, side: int = 64, seed: int = 0):
+    def __init__(self, split: str, size: int, *, side: int = 48, seed: int = 0):
         if split not in ("train", "held_out"):
             raise ValueError(f"unknown split {split!r} of the generated scenes: use 'train' or 'held_out'")
         if size < 1:
@@ -91,10 +87,10 @@ def _ground(rng: np.random.Generator) -> tuple[int, int, int]:
 
 
 def _places(rng: np.random.Generator, count: int) -> list[str]:
-    """`count` places, two of them at least half the image apart."""
+    """`count` places; two of them are corners, so that their shapes don't touch."""
     while True:
         names = [list(PLACES)[i] for i in rng.choice(len(PLACES), count, replace=False)]
-        if count == 1 or math.dist(PLACES[names[0]], PLACES[names[1]]) > 0.42:
+        if count == 1 or math.dist(PLACES[names[0]], PLACES[names[1]]) > 0.38:
             return names
 
 
@@ -134,7 +130,7 @@ def _draw(image: Image.Image, rng: np.random.Generator, colour: str, shape: str,
     image.paste(fill, mask=mask)
 
 
-def write_scenes(directory: str | Path, *, train: int = 8000, held_out: int = 1000, side: int = 64) -> None:
+def write_scenes(directory: str | Path, *, train: int = 20_000, held_out: int = 1000, side: int = 48) -> None:
     """Writes the demo's data: train-*.tar and held_out-*.tar of at most 2,000 scenes each, and classes.txt."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -149,7 +145,7 @@ def write_scenes(directory: str | Path, *, train: int = 8000, held_out: int = 10
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write the demo's generated scenes as image-text tars.")
     parser.add_argument("directory", help="where train-*.tar, held_out-*.tar and classes.txt go")
-    parser.add_argument("--train", type=int, default=8000, help="training scenes (default %(default)s)")
+    parser.add_argument("--train", type=int, default=20_000, help="training scenes (default %(default)s)")
     parser.add_argument("--held-out", type=int, default=1000, help="held-out scenes (default %(default)s)")
     arguments = parser.parse_args()
     write_scenes(arguments.directory, train=arguments.train, held_out=arguments.held_out)

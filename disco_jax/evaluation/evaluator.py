@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Float32, Int, UInt8
+from jaxtyping import Array, Bool, Float, Float32, Int, PyTree, UInt8
 
 from disco_jax.data.captions import clean_caption
 from disco_jax.data.examples import ExampleSource
@@ -59,20 +59,20 @@ class Evaluator:
         self._sharding = batch_sharding(mesh)
 
         def encode(
-            params: nnx.State, images: Array, tokens: Array, labels: Array, valid: Array
+            params: PyTree, images: Array, tokens: Array, labels: Array, valid: Array
         ) -> tuple[Array, Array, Array, Array]:
             clip = nnx.merge(graphdef, params)
             images, texts = clip.encode_image(images), clip.encode_text(tokens)
             return images.astype("float32"), texts.astype("float32"), labels, valid
 
-        def encode_text(params: nnx.State, tokens: Int[Array, "B L"]) -> Float[Array, "B D"]:
+        def encode_text(params: PyTree, tokens: Int[Array, "B L"]) -> Float[Array, "B D"]:
             return nnx.merge(graphdef, params).encode_text(tokens).astype("float32")
 
         # Replicated: every process fetches all rows.
         self._encode = jax.jit(encode, out_shardings=replicated(mesh))
         self._encode_text = jax.jit(encode_text, out_shardings=replicated(mesh))
 
-    def features(self, params: nnx.State, source: ExampleSource, size: int | None = None) -> SplitFeatures:
+    def features(self, params: PyTree, source: ExampleSource, size: int | None = None) -> SplitFeatures:
         """Encodes the first `size` examples of `source` (default: all); bad ones are left out.
 
         Raises ValueError when none is left.
@@ -88,7 +88,7 @@ class Evaluator:
             raise ValueError("not one usable example in the evaluation data: see the warnings above")
         return SplitFeatures(images[valid], texts[valid], labels[valid], np.flatnonzero(valid))
 
-    def metrics(self, params: nnx.State, features: SplitFeatures) -> dict[str, float]:
+    def metrics(self, params: PyTree, features: SplitFeatures) -> dict[str, float]:
         """`image_to_text/R@1` and so on, and `zero_shot/top1`, `/top5` where labels and class names are known."""
         metrics = retrieval_metrics(features.images, features.texts, np.arange(len(features.images)))
         labelled = features.labels >= 0

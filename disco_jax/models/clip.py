@@ -19,7 +19,7 @@ IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 class VisionTransformer(nnx.Module):
     """Image tower. As in OpenAI's code, linear layers and the patch kernel start as torch makes them."""
 
-    def __init__(self, config: CLIPConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: CLIPConfig, *, dtype: DTypeLike, remat: bool, rngs: nnx.Rngs):
         vision = config.vision
         width = vision.width
         tokens = (vision.image_size // vision.patch_size) ** 2 + 1
@@ -42,6 +42,7 @@ class VisionTransformer(nnx.Module):
             activation=config.activation,
             kernel_init=KernelInit(xavier_uniform(), torch_default, torch_default, torch_default),
             dtype=dtype,
+            remat=remat,
             rngs=rngs,
         )
         self.ln_post = layer_norm(width, rngs=rngs)
@@ -72,7 +73,7 @@ class VisionTransformer(nnx.Module):
 class TextTransformer(nnx.Module):
     """Text tower, with OpenAI's initialisation."""
 
-    def __init__(self, config: CLIPConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: CLIPConfig, *, dtype: DTypeLike, remat: bool, rngs: nnx.Rngs):
         text = config.text
         width = text.width
         proj_init = normal(width**-0.5 * (2 * text.layers) ** -0.5)
@@ -90,6 +91,7 @@ class TextTransformer(nnx.Module):
             activation=config.activation,
             kernel_init=KernelInit(normal(width**-0.5), proj_init, normal((2 * width) ** -0.5), proj_init),
             dtype=dtype,
+            remat=remat,
             rngs=rngs,
         )
         self.ln_final = layer_norm(width, rngs=rngs)
@@ -116,12 +118,15 @@ class CLIP(nnx.Module):
     """Both towers and the temperature. Parameters are float32; matrix products are in `dtype`.
 
     `visual` and `text` are the towers. `logit_scale` is the log of the factor on the cosine similarities, a float32
-    scalar that starts at ln(1/0.07). LayerNorm and softmax are in float32.
+    scalar that starts at ln(1/0.07). LayerNorm and softmax are in float32. With `remat` the backward pass computes each
+    block again instead of keeping what is inside it.
     """
 
-    def __init__(self, config: CLIPConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
-        self.visual = VisionTransformer(config, dtype=dtype, rngs=rngs)
-        self.text = TextTransformer(config, dtype=dtype, rngs=rngs)
+    def __init__(
+        self, config: CLIPConfig, *, dtype: DTypeLike = jnp.float32, remat: bool = False, rngs: nnx.Rngs
+    ):
+        self.visual = VisionTransformer(config, dtype=dtype, remat=remat, rngs=rngs)
+        self.text = TextTransformer(config, dtype=dtype, remat=remat, rngs=rngs)
         self.logit_scale = nnx.Param(jnp.asarray(math.log(1 / 0.07), jnp.float32))
 
     def encode_image(self, images: UInt8[Array, "b H W 3"]) -> Float[Array, "b D"]:

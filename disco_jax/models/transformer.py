@@ -127,8 +127,11 @@ class Transformer(nnx.Module):
         activation: str,
         kernel_init: KernelInit,
         dtype: DTypeLike,
+        remat: bool,
         rngs: nnx.Rngs,
     ):
+        self.remat = remat
+
         def split_block(key: Array) -> tuple[nnx.GraphDef, PyTree]:
             return nnx.split(
                 Block(
@@ -148,12 +151,14 @@ class Transformer(nnx.Module):
     def __call__(self, x: Float[Array, "b L W"]) -> Float[Array, "b L W"]:
         """Apply the blocks in order; x is in the compute dtype."""
         graphdef, params = nnx.split(self.blocks)
-        return _scan_blocks(graphdef, params, x)
+        return _scan_blocks(graphdef, params, x, self.remat)
 
 
-@jax.jit  # outside of a jit, a scan with a fresh body would compile again at each call
-def _scan_blocks(graphdef: nnx.GraphDef, params: PyTree, x: Float[Array, "b L W"]) -> Float[Array, "b L W"]:
+@functools.partial(jax.jit, static_argnums=3)  # outside of a jit, a scan with a fresh body would compile at each call
+def _scan_blocks(
+    graphdef: nnx.GraphDef, params: PyTree, x: Float[Array, "b L W"], remat: bool
+) -> Float[Array, "b L W"]:
     def apply_block(x: Array, params: PyTree) -> tuple[Array, None]:
         return nnx.merge(graphdef, params)(x), None
 
-    return jax.lax.scan(apply_block, x, params)[0]
+    return jax.lax.scan(jax.checkpoint(apply_block) if remat else apply_block, x, params)[0]

@@ -41,6 +41,7 @@ def default_config() -> ConfigDict:
     config.model = ConfigDict()
     config.model.name = "ViT-B-32"  # a preset of disco_jax.models, by open_clip's name
     config.model.dtype = "bfloat16"  # of the computation; parameters are float32
+    config.model.remat = False  # compute blocks again in the backward pass: less memory, a third more work
     config.model.image_size = placeholder(int)  # instead of the preset's
     config.model.patch_size = placeholder(int)
     config.model.context_length = placeholder(int)

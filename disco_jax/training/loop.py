@@ -52,7 +52,9 @@ def train(config: ConfigDict, workdir: str | os.PathLike[str]) -> dict[str, floa
     with StopSignal() as stop_signal, Checkpoints(setup.workdir / "checkpoints", config.checkpoint) as checkpoints:
         if checkpoints.latest_step is None:
             init = make_init(setup.model, setup.optimizer, config.seed)
-            state = jax.jit(init, out_shardings=replicated(setup.mesh))()
+            # Runs once: the time to compile it is what counts.
+            quickly = {"xla_backend_optimization_level": 0}
+            state = jax.jit(init, out_shardings=replicated(setup.mesh), compiler_options=quickly)()
         else:
             state = checkpoints.restore(setup.abstract_state)
             logging.info("Resumed from step %d", checkpoints.latest_step)

@@ -82,7 +82,7 @@ def _prepare(config: ConfigDict, workdir: Path) -> Setup:
         scale=config.data.crop_scale,
         ratio=config.data.crop_ratio,
     )
-    graphdef = make_graphdef(model, jnp.dtype(config.model.dtype))
+    graphdef = make_graphdef(model, jnp.dtype(config.model.dtype), remat=config.model.remat)
     evaluator = Evaluator(
         graphdef,
         mesh,

@@ -12,7 +12,7 @@ import optax
 from absl import logging
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int, PyTree, UInt8
 
 from disco_jax.losses import contrastive_loss
 from disco_jax.mesh import batch_sharding, replicated
@@ -30,7 +30,7 @@ class TrainState:
     """
 
     step: Int[Array, ""]
-    params: nnx.State
+    params: PyTree
     opt_state: optax.OptState
 
 
@@ -55,9 +55,9 @@ def make_init(model: CLIPConfig, optimizer: optax.GradientTransformation, seed: 
     return init
 
 
-def make_graphdef(model: CLIPConfig, dtype: DTypeLike) -> nnx.GraphDef[CLIP]:
+def make_graphdef(model: CLIPConfig, dtype: DTypeLike, *, remat: bool = False) -> nnx.GraphDef[CLIP]:
     """The model without its parameters: `nnx.merge(graphdef, params)` is the model. Allocates nothing."""
-    return nnx.graphdef(nnx.eval_shape(lambda: CLIP(model, dtype=dtype, rngs=nnx.Rngs(0))))
+    return nnx.graphdef(nnx.eval_shape(lambda: CLIP(model, dtype=dtype, remat=remat, rngs=nnx.Rngs(0))))
 
 
 def make_train_step(
@@ -79,7 +79,7 @@ def make_train_step(
     def step(
         state: TrainState, images: UInt8[Array, "B H W 3"], tokens: Int[Array, "B L"]
     ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
-        def loss_fn(params: nnx.State) -> Float[Array, ""]:
+        def loss_fn(params: PyTree) -> Float[Array, ""]:
             clip = nnx.merge(graphdef, params)
             image_features, text_features = clip.encode_image(images), clip.encode_text(tokens)
             return contrastive_loss(

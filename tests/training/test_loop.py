@@ -1,0 +1,188 @@
+"""Whole runs of a very small model on generated scenes, in this process."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+
+import pytest
+
+from disco_jax.models import PRESETS, CLIPConfig, TextConfig, VisionConfig
+from disco_jax.training import ConfigError, NonFiniteLossError, TrainingInterrupted, default_config, loop, train
+from disco_jax.training.metrics import read_history
+from disco_jax.training.setup import prepare
+
+MODEL = CLIPConfig(16, VisionConfig(16, 8, 16, 1, 2, 32), TextConfig(16, 1, 2, 32, context_length=24))
+
+
+@pytest.fixture
+def config(monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", MODEL)
+    config = default_config()
+    config.update_from_flattened_dict(
+        {
+            "batch_size": 16,
+            "total_steps": 6,
+            "cpu_devices": 8,
+            "model.name": "tiny",
+            "model.dtype": "float32",
+            "data.source": "scenes",
+            "data.train": "train",
+            "data.threads": 2,
+            "optimizer.warmup_steps": 1,
+            "eval.batch_size": 200,
+            "checkpoint.every_steps": 2,
+            "log.every_steps": 1,
+        }
+    )
+    return config
+
+
+def losses(workdir):
+    return {row["step"]: row["loss"] for row in read_history(workdir) if "loss" in row}
+
+
+def checkpoints(workdir):
+    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
+
+
+def test_a_run_writes_its_files_and_the_same_command_goes_on(config, tmp_path):
+    config.data.eval = "held_out"
+    config.eval.every_steps = 4
+    metrics = train(config, tmp_path)
+
+    assert set(metrics) == {
+        *(f"eval/{way}/R@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)),
+        "eval/zero_shot/top1",
+        "eval/zero_shot/top5",
+    }
+    history = read_history(tmp_path)
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in history if "eval/zero_shot/top1" in row] == [4, 6]
+    assert history[-1] == {"step": 6} | metrics
+    assert {"loss", "grad_norm", "learning_rate", "logit_scale", "samples_per_sec"} < set(history[0])
+    assert json.loads((tmp_path / "config.json").read_text())["batch_size"] == 16
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert list((tmp_path / "tensorboard").iterdir())
+    assert checkpoints(tmp_path) == [2, 4, 6]
+
+    # A run that is done evaluates again, and says the same.
+    assert train(config, tmp_path) == metrics
+    assert read_history(tmp_path) == history
+
+    config.seed = 1
+    config.checkpoint.keep_last = 2  # changes no number
+    with pytest.raises(
+        ConfigError, match=r"other settings \(config\.seed: 0 -> 1\).*another --workdir.*resume_changed"
+    ):
+        train(config, tmp_path)
+    config.total_steps = 8
+    config.resume_changed = True
+    train(config, tmp_path)
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves_and_the_run_resumes_to_the_same_numbers(config, tmp_path, signum):
+    config.checkpoint.every_steps = 100
+    train(config, tmp_path / "whole")
+    before = signal.getsignal(signum)
+
+    def interrupt():
+        while not (tmp_path / "broken" / "metrics.jsonl").exists() or len(losses(tmp_path / "broken")) < 2:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signum)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(TrainingInterrupted, match=rf"{signum.name}: saved step \d.*same command") as interrupted:
+        train(config, tmp_path / "broken")
+    thread.join()
+    assert signal.getsignal(signum) is before
+    assert checkpoints(tmp_path / "broken") == [interrupted.value.step]
+    assert 2 < interrupted.value.step < 6
+    train(config, tmp_path / "broken")
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+
+
+def test_a_nonfinite_loss_stops_the_run_and_keeps_the_good_checkpoints(config, tmp_path):
+    config.optimizer.learning_rate = 1e30
+    with pytest.raises(NonFiniteLossError, match=r"step \d: loss .* config\.optimizer\.learning_rate") as error:
+        train(config, tmp_path)
+    step = int(str(error.value).split(":")[0].removeprefix("step "))
+    assert all(kept < step for kept in checkpoints(tmp_path))
+    (keys,) = tmp_path.glob("nonfinite_step_*.txt")
+    assert len(keys.read_text().splitlines()) == 16
+    assert read_history(tmp_path)[-1]["loss"] is None or read_history(tmp_path)[-1]["grad_norm"] is None
+
+
+def test_a_nonfinite_step_can_be_skipped(config, tmp_path):
+    config.on_nonfinite = "skip"
+    config.optimizer.learning_rate = 1e30
+    train(config, tmp_path)
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_best_checkpoint_is_kept_beside_the_last(config, tmp_path, monkeypatch):
+    config.data.eval = "held_out"
+    config.eval.every_steps = 1
+    config.checkpoint.every_steps = 1
+    config.checkpoint.keep_last = 2
+    scores = iter([0.1, 0.9, 0.2, 0.3, 0.4, 0.5])
+    monkeypatch.setattr(
+        loop, "evaluate", lambda *_: loop.Evaluation({"eval/image_to_text/R@1": next(scores)}, features=None)
+    )
+    train(config, tmp_path)
+    assert checkpoints(tmp_path) == [2, 5, 6]
+
+
+def test_checkpoints_come_by_minutes_too(config, tmp_path):
+    config.checkpoint.every_steps = 100
+    config.checkpoint.every_minutes = 1e-9
+    config.checkpoint.keep_last = 100
+    train(config, tmp_path)
+    assert checkpoints(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+WRONG = {
+    "more devices than there are": ({"mesh": (("data", 16),)}, r"16 devices, there are 8.*config\.cpu_devices=16"),
+    "batch that doesn't divide": ({"batch_size": 12}, r"config\.batch_size=12 does not divide over the 8 devices"),
+    "evaluation batch": ({"eval.batch_size": 100}, r"config\.eval\.batch_size=100 does not divide"),
+    "missing pattern": ({"data.source": "tars", "data.train": "nowhere/*.tar"}, r"nowhere/\*\.tar"),
+    "missing tokenizer": ({"data.tokenizer": "nowhere.json"}, r"nowhere\.json"),
+    "no classes": ({"data.eval": "held_out", "eval.classes": "nowhere.txt"}, r"eval\.classes=nowhere\.txt"),
+    "unknown split": ({"data.train": "test"}, "'test'"),
+    "image size": ({"model.image_size": 20}, "20"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_run_is_one_line_before_any_work(config, tmp_path, name):
+    changes, message = WRONG[name]
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(ConfigError, match=message) as error:
+        prepare(config, tmp_path / "run")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_is_named(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 10**6, 10**6))
+    with pytest.raises(ConfigError, match=r"0\.00 GiB free.*two must fit: free some space"):
+        prepare(config, tmp_path)
+
+
+def test_a_folder_of_other_files_is_no_workdir(config, tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(ConfigError, match=r"holds files but no config\.json"):
+        prepare(config, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_workdir_that_cannot_be_made_is_named(config, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match=r"cannot write to .*file/run"):
+        prepare(config, tmp_path / "file" / "run")
