@@ -18,8 +18,8 @@ def get_config() -> ConfigDict:
     config = default_config()
     config.cpu_devices = 8
     config.mesh = (("data", 8),)
-    config.batch_size = 256
-    config.total_steps = 270
+    config.batch_size = 128
+    config.total_steps = 400
 
     config.model.name = "tiny"
     config.model.dtype = "float32"

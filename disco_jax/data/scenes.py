@@ -31,18 +31,23 @@ COLOURS = {
     "white": (250, 250, 250),
 }
 SHAPES = ("circle", "square", "triangle", "diamond", "star", "cross", "ring", "crescent")
-SIZES = {"small": 0.15, "medium": 0.2, "large": 0.27}  # radius as a share of the image's side
+SIZES = {"small": 0.13, "medium": 0.19, "large": 0.26}  # radius as a share of the image's side
 PLACES = {
-    "at the top left": (0.3, 0.3),
-    "at the top right": (0.7, 0.3),
+    "at the top left": (0.28, 0.28),
+    "at the top": (0.5, 0.28),
+    "at the top right": (0.72, 0.28),
+    "on the left": (0.28, 0.5),
     "in the middle": (0.5, 0.5),
-    "at the bottom left": (0.3, 0.7),
-    "at the bottom right": (0.7, 0.7),
+    "on the right": (0.72, 0.5),
+    "at the bottom left": (0.28, 0.72),
+    "at the bottom": (0.5, 0.72),
+    "at the bottom right": (0.72, 0.72),
 }
 COMBINATIONS = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
 # One in four, spread so that every colour and every shape is seen in training with most of the others.
 HELD_OUT = tuple(c for i, c in enumerate(COMBINATIONS) if (i // len(SHAPES) + i % len(SHAPES)) % 4 == 0)
-CLASS_NAMES = tuple(f"{colour} {shape}" for colour, shape in COMBINATIONS)
+# What zero-shot classification chooses from.
+CLASS_NAMES = tuple(f"{colour} {shape}" for colour, shape in HELD_OUT)
 
 
 class Scenes:
@@ -52,13 +57,14 @@ class Scenes:
     combination and carries its label, an index into CLASS_NAMES. Images are PNG, `side` pixels square.
     """
 
-    def __init__(self, split: str, size: int, *, side: int = 48, seed: int = 0):
+    def __init__(self, split: str, size: int, *, side: int = 32, seed: int = 0):
         if split not in ("train", "held_out"):
             raise ValueError(f"unknown split {split!r} of the generated scenes: use 'train' or 'held_out'")
         if size < 1:
             raise ValueError(f"the generated scenes need at least one example, got size={size}")
         self.split, self.size, self.side, self.seed = split, size, side, seed
         self.combinations = HELD_OUT if split == "held_out" else tuple(c for c in COMBINATIONS if c not in HELD_OUT)
+        self.label_names = CLASS_NAMES if split == "held_out" else None
 
     def __len__(self) -> int:
         return self.size
@@ -76,7 +82,7 @@ class Scenes:
             phrases.append(f"a {size} {colour} {shape} {name}")
         buffer = io.BytesIO()
         image.resize((self.side, self.side), Image.Resampling.BOX).save(buffer, "PNG")
-        label = COMBINATIONS.index((colour, shape)) if self.split == "held_out" else None
+        label = HELD_OUT.index((colour, shape)) if self.split == "held_out" else None
         return Example(f"{self.split}/{index:06d}", buffer.getvalue(), " and ".join(phrases), label)
 
 
@@ -87,10 +93,10 @@ def _ground(rng: np.random.Generator) -> tuple[int, int, int]:
 
 
 def _places(rng: np.random.Generator, count: int) -> list[str]:
-    """`count` places; two of them are corners, so that their shapes don't touch."""
+    """`count` places, two of them at least 0.42 of the image's side apart, so that their shapes don't touch."""
     while True:
         names = [list(PLACES)[i] for i in rng.choice(len(PLACES), count, replace=False)]
-        if count == 1 or math.dist(PLACES[names[0]], PLACES[names[1]]) > 0.38:
+        if count == 1 or math.dist(PLACES[names[0]], PLACES[names[1]]) > 0.42:
             return names
 
 
@@ -130,7 +136,7 @@ def _draw(image: Image.Image, rng: np.random.Generator, colour: str, shape: str,
     image.paste(fill, mask=mask)
 
 
-def write_scenes(directory: str | Path, *, train: int = 20_000, held_out: int = 1000, side: int = 48) -> None:
+def write_scenes(directory: str | Path, *, train: int = 20_000, held_out: int = 1000, side: int = 32) -> None:
     """Writes the demo's data: train-*.tar and held_out-*.tar of at most 2,000 scenes each, and classes.txt."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

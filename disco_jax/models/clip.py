@@ -122,9 +122,7 @@ class CLIP(nnx.Module):
     block again instead of keeping what is inside it.
     """
 
-    def __init__(
-        self, config: CLIPConfig, *, dtype: DTypeLike = jnp.float32, remat: bool = False, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: CLIPConfig, *, dtype: DTypeLike = jnp.float32, remat: bool = False, rngs: nnx.Rngs):
         self.visual = VisionTransformer(config, dtype=dtype, remat=remat, rngs=rngs)
         self.text = TextTransformer(config, dtype=dtype, remat=remat, rngs=rngs)
         self.logit_scale = nnx.Param(jnp.asarray(math.log(1 / 0.07), jnp.float32))

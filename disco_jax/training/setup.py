@@ -110,8 +110,9 @@ def _prepare(config: ConfigDict, workdir: Path) -> Setup:
         preprocessor=preprocessor,
         evaluator=evaluator,
     )
-    _claim_workdir(setup)
-    check_space(setup.workdir, abstract_state)
+    if setup.is_main:
+        _claim_workdir(setup)
+        check_space(setup.workdir, abstract_state)
     _log(setup)
     return setup
 
@@ -144,14 +145,13 @@ def _claim_workdir(setup: Setup) -> None:
             logging.warning("Going on under a changed setting: %s", line)
     elif setup.workdir.is_dir() and any(setup.workdir.iterdir()):
         raise ConfigError(f"{setup.workdir} holds files but no {CONFIG_FILE} of a run: choose an empty --workdir")
-    if setup.is_main:
-        try:
-            setup.workdir.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
-            temporary.replace(path)
-        except OSError as error:
-            raise ConfigError(f"cannot write to {setup.workdir} ({error.strerror}): choose another") from None
+    try:
+        setup.workdir.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {setup.workdir} ({error.strerror}): choose another --workdir") from None
 
 
 def _log(setup: Setup) -> None:

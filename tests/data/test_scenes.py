@@ -10,11 +10,11 @@ from disco_jax.data.shards import TarSource
 
 def test_held_out_combinations_leave_every_colour_and_shape_in_training():
     seen = set(COMBINATIONS) - set(HELD_OUT)
-    assert len(HELD_OUT) == len(COMBINATIONS) // 5
+    assert len(HELD_OUT) == len(COMBINATIONS) // 4
     for colour in COLOURS:
         assert sum(c == colour for c, _ in seen) >= 6
     for shape in SHAPES:
-        assert sum(s == shape for _, s in seen) >= 8
+        assert sum(s == shape for _, s in seen) >= 7
 
 
 def test_training_captions_never_name_a_held_out_combination():
@@ -29,7 +29,6 @@ def test_held_out_labels_name_what_the_caption_says():
     for i in range(50):
         example = scenes[i]
         assert CLASS_NAMES[example.label] in example.caption
-        assert COMBINATIONS[example.label] in HELD_OUT
 
 
 def test_an_example_depends_on_seed_and_index_alone():
