@@ -21,8 +21,6 @@ from disco_jax.data.examples import BadExample, Example, ExampleSource
 from disco_jax.data.images import decode_image, eval_transform, train_transform
 from disco_jax.data.tokenizer import Tokenizer
 
-grain.config.update("py_traceback_filtering", "off")  # it would put lines of its own into the messages of our errors
-
 
 class Batch(NamedTuple):
     """Training examples of this process.

@@ -3,8 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,7 @@ from disco_jax.models import CLIP, CLIPConfig
 MAX_LOGIT_SCALE = 100.0  # Radford et al. 2021, section 2.5
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
+class TrainState(NamedTuple):
     """All that a checkpoint holds. The data needs no state of its own: its batches follow from the step.
 
     step: int32 scalar, updates made; params: the model's `nnx.Param`s, float32; opt_state: of optax.
@@ -92,7 +89,7 @@ def make_train_step(
             )
 
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         params["logit_scale"][...] = jnp.clip(params["logit_scale"][...], 0.0, math.log(MAX_LOGIT_SCALE))

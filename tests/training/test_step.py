@@ -76,14 +76,15 @@ def test_loss_and_update_are_those_of_the_plain_formula(three_steps):
 
         loss, grads = jax.value_and_grad(loss_fn)(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss, optax.global_norm(grads)
+        return optax.apply_updates(params, updates), opt_state, loss, optax.tree.norm(grads)
 
     for arrays, metrics in zip(batches, history, strict=True):
         params, opt_state, loss, norm = step(params, opt_state, *arrays)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
         np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-4)
-    # Adam divides by the gradient's own size, so rounding shows most where the gradient is almost zero.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), state.params, jax.device_get(params))
+    # Over all parameters together: Adam blows up the rounding of single gradients that are almost zero.
+    difference = optax.tree.norm(jax.tree.map(jnp.subtract, state.params, jax.device_get(params)))
+    assert difference < 1e-3 * optax.tree.norm(params)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -149,21 +150,27 @@ def test_weight_decay_shrinks_matrices_alone():
         assert not np.any(spared[...])
 
 
-def test_rematerialisation_changes_no_number_and_takes_less_memory(three_steps):
+def test_rematerialisation_changes_no_number(three_steps):
     batches, (_, history) = three_steps
     _, other = run(8, batches[:1], remat=True)
     np.testing.assert_allclose(other[0]["loss"], history[0]["loss"], rtol=1e-6)
     np.testing.assert_allclose(other[0]["grad_norm"], history[0]["grad_norm"], rtol=1e-5)
-    optimizer, schedule, mesh = make_optimizer(settings(), 10), make_schedule(settings(), 10), make_mesh((("data", 8),))
-    state = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated(mesh)),
-        jax.eval_shape(make_init(MODEL, optimizer, seed=0)),
-    )
-    temporary = []
-    for remat in (False, True):
-        step = make_train_step(make_graphdef(MODEL, jnp.float32, remat=remat), optimizer, schedule, mesh=mesh)
-        temporary.append(compile_step(step, state, MODEL, 512, mesh).memory_analysis().temp_size_in_bytes)
-    assert temporary[1] < 0.8 * temporary[0]
+
+
+def test_rematerialisation_keeps_less_of_a_block():
+    params = jax.eval_shape(make_init(MODEL, make_optimizer(settings(), 10), seed=0)).params
+    images = jax.ShapeDtypeStruct((64, 8, 8, 3), jnp.uint8)
+
+    def saved(remat):
+        graphdef = make_graphdef(MODEL, jnp.float32, remat=remat)
+        _, backward = jax.eval_shape(
+            lambda params, images: jax.vjp(lambda p: nnx.merge(graphdef, p).encode_image(images), params),
+            params,
+            images,
+        )
+        return sum(leaf.size for leaf in jax.tree.leaves(backward))
+
+    assert saved(remat=True) < 0.5 * saved(remat=False)
 
 
 def test_l2_normalize_keeps_a_zero_row_and_its_gradient_finite():
