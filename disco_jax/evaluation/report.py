@@ -66,7 +66,7 @@ def write_report(
     if len(captions) != found:
         raise ValueError(f"the report got {len(captions)} captions for {found} rows of images")
     panels = _panels(history)
-    columns = len(panels) if len(panels) <= 4 else 3
+    columns = {1: 1, 2: 2, 4: 2}.get(len(panels), 3)
     panel_rows = -(-len(panels) // columns)
     grid_height = HEADING_HEIGHT + len(captions) * ROW_HEIGHT + MARGIN if captions else 0.0
     height = HEADING_HEIGHT + panel_rows * PANEL_HEIGHT + grid_height
