@@ -165,9 +165,15 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def global_array(sharding: NamedSharding, local: np.ndarray) -> jax.Array:
+    """One array over all devices, of the rows that every process has of it."""
+    with jax.transfer_guard("allow"):  # of several processes jax takes this for an implicit transfer
+        return jax.make_array_from_process_local_data(sharding, local)
+
+
 def any_process(flag: bool) -> bool:
     """Whether `flag` is true on any process. All processes must call it, in the same order as other collectives."""
-    if jax.process_count() == 1:
+    if not jax.distributed.is_initialized():
         return flag
     with jax.transfer_guard("allow"):  # one flag; the training loop forbids transfers
         return bool(multihost_utils.process_allgather(np.asarray(flag)).any())

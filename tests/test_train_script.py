@@ -2,6 +2,7 @@
 
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -50,7 +51,7 @@ def test_killed_at_a_random_step_it_resumes_to_the_same_numbers(tmp_path):
     whole = start(tmp_path / "whole")
     finish(whole)
 
-    kill_after = random.SystemRandom().randint(4, 16)
+    kill_after = random.SystemRandom().randint(7, 16)  # the save at 6 waits for the one at 3
     broken = start(tmp_path / "broken")
     while len(numbers(tmp_path / "broken")) < kill_after:
         assert broken.poll() is None
@@ -66,6 +67,24 @@ def test_killed_at_a_random_step_it_resumes_to_the_same_numbers(tmp_path):
     resumed_from = [int(line.rsplit(" ", 1)[1]) for line in errors.splitlines() if "Resumed from step" in line]
     assert resumed_from and 0 < resumed_from[0] <= killed_at, (killed_at, errors)
     assert numbers(tmp_path / "broken") == numbers(tmp_path / "whole"), (killed_at, resumed_from)
+
+
+def test_two_processes_train_as_one(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = {"total_steps": 6, "data.eval": "held_out", "eval.batch_size": 100, "log.every_steps": 1}
+    finish(start(tmp_path / "one", **settings))
+    distributed = {"distributed.coordinator": address, "distributed.num_processes": 2, "cpu_devices": 1}
+    for total_steps in (4, 6):  # the second time they resume
+        settings |= distributed | {"total_steps": total_steps, "resume_changed": True}
+        for process in [start(tmp_path / "two", **settings, **{"distributed.process_id": i}) for i in range(2)]:
+            finish(process)
+    for one, two in zip(numbers(tmp_path / "one")[:4], numbers(tmp_path / "two")[:4], strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
+    rows = numbers(tmp_path / "two")
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "eval/image_to_text/R@1" in row] == [4, 6]
 
 
 def test_any_config_has_a_smoke_run(tmp_path):

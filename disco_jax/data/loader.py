@@ -1,8 +1,8 @@
 """From sources to batches: one seeded global order for training, one pass in order for evaluation.
 
 The batch of a training step is a function of (seed, step) alone, on any number of hosts, so the state of the data is
-the step. A bad example gives its place to the next good one of the source, which keeps that promise; what was dropped
-is counted by reason, and too large a share of it stops the run.
+the step. A bad example gives its place to another one, drawn from (seed, position), which keeps that promise; what was
+dropped is counted by reason, and too large a share of it stops the run.
 """
 
 import threading
@@ -149,21 +149,21 @@ def train_batches(
     """
 
     def prepare(index: int, rng: np.random.Generator) -> Batch:
-        for offset in range(len(source)):
-            place = (index + offset) % len(source)
+        place = index
+        for _ in range(1000):
             key = f"example {place}"
             try:
                 example = source[place]
                 key = example.key
-                prepared = Batch(
-                    preprocessor.train_image(example, rng), preprocessor.tokens(example), np.asarray(key, object)
-                )
+                tokens = preprocessor.tokens(example)  # before the image, which takes longer
+                prepared = Batch(preprocessor.train_image(example, rng), tokens, np.asarray(key, object))
             except BadExample as error:
                 drops.drop(key, error)
+                place = int(rng.integers(len(source)))  # not the next: bad ones often lie together
                 continue
             drops.keep()
             return prepared
-        raise TooManyBadExamples(f"not one usable example in the training data: {drops}")
+        raise TooManyBadExamples(f"no usable example found in 1,000 tries: {drops}")
 
     # Mapped before the slice: what happens to an example doesn't depend on which process has it.
     dataset = grain.MapDataset.source(range(len(source))).seed(seed).shuffle().repeat().random_map(prepare)
@@ -179,11 +179,18 @@ def _batched(dataset: grain.MapDataset, batch_size: int, threads: int) -> Genera
 
 
 def eval_batches(
-    source: ExampleSource, preprocessor: Preprocessor, *, batch_size: int, size: int | None = None, threads: int = 16
+    source: ExampleSource,
+    preprocessor: Preprocessor,
+    drops: DropCounter,
+    *,
+    batch_size: int,
+    size: int | None = None,
+    threads: int = 16,
 ) -> Generator[EvalBatch]:
     """One pass over the first `size` examples (default: all) in order, in batches of the global `batch_size`.
 
-    Global row r of batch k is example k * batch_size + r; process p holds the p-th run of batch_size / processes rows.
+    Bad examples are counted in `drops` and marked as not valid. Global row r of batch k is example k * batch_size + r;
+    process p holds the p-th run of batch_size / processes rows.
     """
     size = len(source) if size is None else min(size, len(source))
     local = batch_size // jax.process_count()
@@ -199,13 +206,15 @@ def eval_batches(
         index = batch * batch_size + jax.process_index() * local + row
         if index >= size:
             return blank
+        key = f"example {index}"
         try:
             example = source[index]
-            image, tokens = preprocessor.eval_image(example), preprocessor.tokens(example)
+            key = example.key
+            tokens, image = preprocessor.tokens(example), preprocessor.eval_image(example)
         except BadExample as error:
-            logging.log_first_n(logging.WARNING, "Evaluation leaves out example %d (%s): %s", 3, index, error.reason,
-                                error)  # fmt: skip
+            drops.drop(key, error)
             return blank
+        drops.keep()
         label = -1 if example.label is None else example.label
         return EvalBatch(image, tokens, np.asarray(label, np.int32), np.asarray(True))
 

@@ -10,6 +10,7 @@ import argparse
 import colorsys
 import io
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -46,20 +47,22 @@ PLACES = {
 COMBINATIONS = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
 # One in four, spread so that every colour and every shape is seen in training with most of the others.
 HELD_OUT = tuple(c for i, c in enumerate(COMBINATIONS) if (i // len(SHAPES) + i % len(SHAPES)) % 4 == 0)
+SPLIT_SIZES = {"train": 20_000, "held_out": 1_000}
 # What zero-shot classification chooses from.
 CLASS_NAMES = tuple(f"{colour} {shape}" for colour, shape in HELD_OUT)
 
 
 class Scenes:
-    """A source of `size` generated examples; example i depends on (seed, i) alone.
+    """A source of `size` generated examples (default: SPLIT_SIZES); example i depends on (seed, i) alone.
 
     split "train" shows one or two shapes of the seen combinations; split "held_out" shows one shape of a held-out
     combination and carries its label, an index into CLASS_NAMES. Images are PNG, `side` pixels square.
     """
 
-    def __init__(self, split: str, size: int, *, side: int = 32, seed: int = 0):
-        if split not in ("train", "held_out"):
+    def __init__(self, split: str, size: int | None = None, *, side: int = 32, seed: int = 0):
+        if split not in SPLIT_SIZES:
             raise ValueError(f"unknown split {split!r} of the generated scenes: use 'train' or 'held_out'")
+        size = SPLIT_SIZES[split] if size is None else size
         if size < 1:
             raise ValueError(f"the generated scenes need at least one example, got size={size}")
         self.split, self.size, self.side, self.seed = split, size, side, seed
@@ -136,11 +139,11 @@ def _draw(image: Image.Image, rng: np.random.Generator, colour: str, shape: str,
     image.paste(fill, mask=mask)
 
 
-def write_scenes(directory: str | Path, *, train: int = 20_000, held_out: int = 1000, side: int = 32) -> None:
+def write_scenes(directory: str | Path, sizes: Mapping[str, int] = SPLIT_SIZES, *, side: int = 32) -> None:
     """Writes the demo's data: train-*.tar and held_out-*.tar of at most 2,000 scenes each, and classes.txt."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    for split, size in (("train", train), ("held_out", held_out)):
+    for split, size in sizes.items():
         scenes = Scenes(split, size, side=side)
         for shard, start in enumerate(range(0, size, 2000)):
             examples = (scenes[i] for i in range(start, min(start + 2000, size)))
@@ -151,7 +154,4 @@ def write_scenes(directory: str | Path, *, train: int = 20_000, held_out: int = 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write the demo's generated scenes as image-text tars.")
     parser.add_argument("directory", help="where train-*.tar, held_out-*.tar and classes.txt go")
-    parser.add_argument("--train", type=int, default=20_000, help="training scenes (default %(default)s)")
-    parser.add_argument("--held-out", type=int, default=1000, help="held-out scenes (default %(default)s)")
-    arguments = parser.parse_args()
-    write_scenes(arguments.directory, train=arguments.train, held_out=arguments.held_out)
+    write_scenes(parser.parse_args().directory)

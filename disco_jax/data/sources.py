@@ -23,7 +23,7 @@ def make_source(data: ConfigDict, split: str, *, labelled: bool) -> ExampleSourc
             split, caption=data.caption, label=data.label if labelled else None, cache_dir=data.index_cache
         )
     if data.source == "scenes":
-        return Scenes(split, 20_000 if split == "train" else 1000)
+        return Scenes(split)
     from disco_jax.data.tfds_source import TfdsSource  # an extra
 
     return TfdsSource(

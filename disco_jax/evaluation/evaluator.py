@@ -1,19 +1,21 @@
 """Metrics of a model on a split of the data: features from the devices, scores on the host."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import jax
 import numpy as np
+from absl import logging
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int, PyTree, UInt8
 
 from disco_jax.data.captions import clean_caption
 from disco_jax.data.examples import ExampleSource
-from disco_jax.data.loader import Preprocessor, eval_batches
+from disco_jax.data.loader import DropCounter, Preprocessor, eval_batches
 from disco_jax.evaluation.retrieval import retrieval_metrics, top_images
 from disco_jax.evaluation.zero_shot import class_embeddings, zero_shot_metrics
-from disco_jax.mesh import batch_sharding, replicated
+from disco_jax.mesh import batch_sharding, global_array, replicated
 from disco_jax.models import CLIP
 
 
@@ -78,11 +80,15 @@ class Evaluator:
         Raises ValueError when none is left.
         """
         parts = []
-        for batch in eval_batches(
-            source, self.preprocessor, batch_size=self.batch_size, size=size, threads=self.threads
-        ):
-            on_devices = (jax.make_array_from_process_local_data(self._sharding, part) for part in batch)
-            parts.append(jax.device_get(self._encode(params, *on_devices)))
+        drops = DropCounter(limit=1.0)
+        with closing(
+            eval_batches(source, self.preprocessor, drops, batch_size=self.batch_size, size=size, threads=self.threads)
+        ) as batches:
+            for batch in batches:
+                on_devices = (global_array(self._sharding, part) for part in batch)
+                parts.append(jax.device_get(self._encode(params, *on_devices)))
+        if drops.dropped:
+            logging.warning("In the evaluation data: %s", drops)
         images, texts, labels, valid = (np.concatenate(part) for part in zip(*parts, strict=True))
         if not valid.any():
             raise ValueError("not one usable example in the evaluation data: see the warnings above")
@@ -115,10 +121,18 @@ def example_queries(
         the q captions, different ones where possible; their k = min(5, n) images, best first; and which images are
         right: those whose caption is the same.
     """
-    captions = [clean_caption(source[int(index)].caption) for index in features.indices]
-    distinct = list({caption: row for row, caption in enumerate(captions)}.values())
-    rows = [distinct[i] for i in np.linspace(0, len(distinct) - 1, min(count, len(distinct))).round().astype(int)]
-    found = top_images(features.texts[rows], features.images)
+    n = len(features.indices)
+
+    def caption(row: int) -> str:
+        return clean_caption(source[int(features.indices[row])].caption)
+
+    def spread(rows: list[int], count: int) -> list[int]:
+        return [rows[i] for i in np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int)]
+
+    # Of a large split only some captions are read.
+    distinct = {caption(row): row for row in spread(list(range(n)), 20 * count)}
+    rows = spread(list(distinct.values()), count)
+    found = top_images(features.texts[rows], features.images).tolist()
     images = [[preprocessor.eval_image(source[int(features.indices[i])]) for i in row] for row in found]
-    right = [[captions[i] == captions[query] for i in row] for query, row in zip(rows, found, strict=True)]
-    return [captions[row] for row in rows], np.array(images), np.array(right)
+    right = [[caption(i) == caption(query) for i in row] for query, row in zip(rows, found, strict=True)]
+    return [caption(row) for row in rows], np.array(images), np.array(right)

@@ -61,20 +61,27 @@ class Checkpoints:
 
     def save(self, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> None:
         """Starts to save `state`; it may be donated as soon as this returns. `metrics` rank it among the best."""
-        if metrics is not None and self._settings.best_metric not in metrics:
-            metrics = None
-        self._checkpointer.save_checkpointables_async(
-            step, {"state": state}, force=True, metrics=None if metrics is None else dict(metrics)
-        )
+        best = self._settings.best_metric
+        ranked = metrics is not None and best in metrics
+        if metrics and self._settings.keep_best and not ranked and any(name.startswith("eval/") for name in metrics):
+            raise ConfigError(
+                f"config.checkpoint.best_metric={best!r} is not measured: use one of {', '.join(metrics)}"
+            )
+        with jax.transfer_guard("allow"):
+            self._checkpointer.save_checkpointables_async(
+                step, {"state": state}, force=True, metrics=dict(metrics) if metrics and ranked else None
+            )
         self._last_save = time.monotonic()
 
 
-def check_space(directory: Path, abstract_state: Any) -> None:
-    """Raises `ConfigError` when the disk has no room for two checkpoints: one kept, one being written."""
+def check_space(directory: Path, settings: ConfigDict, abstract_state: Any) -> None:
+    """Raises `ConfigError` when the disk has no room for the checkpoints that will be kept and one being written."""
+    there = sum(path.name.isdecimal() for path in directory.glob("*"))
+    count = max(1, settings.keep_last + settings.keep_best + 1 - there)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_state))
-    free = shutil.disk_usage(directory).free
-    if free < 2 * size:
+    free = shutil.disk_usage(directory.parent).free
+    if free < count * size:
         raise ConfigError(
-            f"{directory} has {free / 2**30:.2f} GiB free, but a checkpoint takes {size / 2**30:.2f} GiB and two must "
-            "fit: free some space or choose another --workdir"
+            f"{directory.parent} has {free / 2**30:.2f} GiB free, but {count} checkpoints of {size / 2**30:.2f} GiB "
+            "must fit: free some space, choose another --workdir or lower config.checkpoint.keep_last"
         )

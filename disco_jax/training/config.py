@@ -16,7 +16,13 @@ class ConfigError(ValueError):
 
 
 # What may differ when a run is resumed: none of these changes the numbers of training.
-FREE_ON_RESUME = ("checkpoint", "cpu_devices", "distributed", "eval", "log", "resume_changed")
+FREE_ON_RESUME = frozenset(
+    f"config.{name}"
+    for name in (
+        *("checkpoint", "cpu_devices", "distributed", "eval", "log", "on_nonfinite", "resume_changed"),
+        *(f"data.{key}" for key in ("eval", "index_cache", "label", "max_dropped", "threads")),
+    )
+)
 
 
 def default_config() -> ConfigDict:
@@ -130,9 +136,10 @@ def model_config(config: ConfigDict, vocab_size: int, eot_id: int) -> CLIPConfig
 
 
 def validate(config: ConfigDict) -> None:
-    """Checks names, types and ranges of all settings. Raises `ConfigError`."""
+    """Checks the names of all settings, and their values as far as they tell. Raises `ConfigError`."""
     _check_keys(config.to_dict(), default_config().to_dict(), "config")
     at_least = {
+        "seed": 0,
         "batch_size": 1,
         "total_steps": 1,
         "data.threads": 1,
@@ -184,6 +191,18 @@ def validate(config: ConfigDict) -> None:
             raise ConfigError(f"config.{name}={(low, high)} must be 0 < low <= high, a scale at most 1")
     if not config.data.train:
         raise ConfigError("config.data.train is empty: give the data, e.g. --config.data.train='shards/{000..009}.tar'")
+    if config.data.source == "tfds" and config.data.tfds_name is None:
+        raise ConfigError("config.data.tfds_name is not set: give 'name:version' or the folder of a prepared dataset")
+    if not all(len(axis) == 2 and isinstance(axis[0], str) and isinstance(axis[1], int) for axis in config.mesh):
+        raise ConfigError(f"config.mesh={config.mesh} must be pairs of a name and a size: (('data', 8),)")
+    for template in config.eval.templates:
+        if "{}" not in template:
+            raise ConfigError(f"config.eval.templates: {template!r} has no {{}} for the class name")
+    if config.log.wandb_project is not None:
+        try:
+            import wandb  # noqa: F401
+        except ImportError:
+            raise ConfigError("config.log.wandb_project needs wandb: pip install 'disco-jax[wandb]'") from None
     preset(config.model.name)  # raises with a suggestion
 
 
@@ -211,7 +230,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], path: str = "config") 
     """One line for each setting that differs and isn't free on resume, e.g. "config.seed: 0 -> 1"."""
     lines = []
     for key in sorted(old.keys() | new.keys()):
-        if path == "config" and key in FREE_ON_RESUME:
+        if f"{path}.{key}" in FREE_ON_RESUME:
             continue
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):

@@ -9,19 +9,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
 from disco_jax.data.loader import Batch, DropCounter, train_batches
 from disco_jax.evaluation.evaluator import SplitFeatures, example_queries
 from disco_jax.evaluation.report import write_report
-from disco_jax.mesh import any_process, batch_sharding, replicated
+from disco_jax.mesh import any_process, batch_sharding, global_array, replicated
 from disco_jax.training.checkpoints import Checkpoints
+from disco_jax.training.config import ConfigError
 from disco_jax.training.metrics import MetricWriter, read_history
 from disco_jax.training.optimizer import make_schedule
 from disco_jax.training.setup import Setup, prepare
 from disco_jax.training.signals import StopSignal, TrainingInterrupted
 from disco_jax.training.step import TrainState, compile_step, make_init, make_train_step
+
+NONFINITE_CURE = (
+    "the checkpoints are from before: go on from the last one with --config.resume_changed=True and a lower "
+    "config.optimizer.learning_rate or config.optimizer.grad_clip, or with config.on_nonfinite='skip'"
+)
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -62,7 +69,7 @@ def train(config: ConfigDict, workdir: str | os.PathLike[str]) -> dict[str, floa
             setup.workdir,
             total_steps=config.total_steps,
             batch_size=config.batch_size,
-            wandb={"project": config.log.wandb_project} if config.log.wandb_project else None,
+            wandb_project=config.log.wandb_project,
             config=config.to_dict(),
             resume_step=int(state.step),
             is_main=setup.is_main,
@@ -85,16 +92,23 @@ def evaluate(setup: Setup, state: TrainState) -> Evaluation:
     """Evaluates the held-out split, and as many training examples as `config.eval.train_examples` says."""
     metrics: dict[str, float] = {}
     features = None
+    step = int(jax.device_get(state.step))
     for name, source, size in (
         ("train", setup.train_source, setup.config.eval.train_examples),
         ("eval", setup.eval_source, None),
     ):
         if source is None or size == 0:
             continue
-        features = setup.evaluator.features(state.params, source, size)
-        metrics |= {f"{name}/{key}": value for key, value in setup.evaluator.metrics(state.params, features).items()}
+        try:
+            features = setup.evaluator.features(state.params, source, size)
+            if not (np.isfinite(features.images).all() and np.isfinite(features.texts).all()):
+                raise NonFiniteLossError(f"step {step}: the features hold NaN or inf; {NONFINITE_CURE}")
+            scores = setup.evaluator.metrics(state.params, features)
+        except ValueError as error:
+            raise ConfigError(f"the {name} examples cannot be evaluated: {error}") from error
+        metrics |= {f"{name}/{key}": value for key, value in scores.items()}
     for key, value in metrics.items():
-        logging.info("step %d: %s %.4f", int(jax.device_get(state.step)), key, value)
+        logging.info("step %d: %s %.4f", step, key, value)
     return Evaluation(metrics, features if setup.eval_source is not None else None)
 
 
@@ -104,7 +118,7 @@ def _run_steps(
     """The steps that are left, with what is due in between, and the last evaluation."""
     config = setup.config
     step = int(state.step)
-    if step == config.total_steps:
+    if step >= config.total_steps:
         logging.info("All %d steps are done already", step)
         return evaluate(setup, state)
     train_step = compile_step(
@@ -133,37 +147,43 @@ def _run_steps(
         threads=config.data.threads,
     )
     sharding = batch_sharding(setup.mesh)
-    with closing(batches), jax.transfer_guard("disallow"):
-        for batch in batches:
-            images = jax.make_array_from_process_local_data(sharding, batch.images)
-            tokens = jax.make_array_from_process_local_data(sharding, batch.tokens)
-            state, metrics = train_step(state, images, tokens)
-            step += 1
-            recorder.record(step, metrics, batch)
+    evaluation = None
+    try:
+        with closing(batches), jax.transfer_guard("disallow"):
+            for batch in batches:
+                images = global_array(sharding, batch.images)
+                tokens = global_array(sharding, batch.tokens)
+                state, metrics = train_step(state, images, tokens)
+                step += 1
+                recorder.record(step, metrics, batch)
 
-            last = step == config.total_steps
-            stop, save = False, last or step % config.checkpoint.every_steps == 0
-            # Processes agree by waiting for each other, so not at every step.
-            if jax.process_count() == 1 or step % config.log.every_steps == 0:
-                stop = any_process(stop_signal.received is not None) and not last
-                save = save or stop or any_process(checkpoints.minutes_due())
-            evaluate_now = last or (config.eval.every_steps > 0 and step % config.eval.every_steps == 0)
-            if not (evaluate_now or save):
-                continue
-            recorder.flush()  # raises where the state is not fit to be saved
-            evaluation = None
-            if evaluate_now:
-                evaluation = evaluate(setup, state)
-                writer.write(step, evaluation.metrics)
-            if save:
-                checkpoints.save(step, state, evaluation.metrics if evaluation else None)
-            if stop:
-                raise TrainingInterrupted(stop_signal.received or signal.SIGTERM, step)
-            if last:
-                break
-            recorder.restart_clock()
-    if drops.dropped:
-        logging.warning("In the training data: %s", drops)
+                last = step == config.total_steps
+                stop, save = False, last or step % config.checkpoint.every_steps == 0
+                # Processes agree by waiting for each other, so not at every step.
+                if jax.process_count() == 1 or step % config.log.every_steps == 0:
+                    stop = any_process(stop_signal.received is not None) and not last
+                    save = save or stop or any_process(checkpoints.minutes_due())
+                evaluate_now = last or (
+                    not stop and config.eval.every_steps > 0 and step % config.eval.every_steps == 0
+                )
+                save = save or (evaluate_now and config.checkpoint.keep_best > 0)
+                if not (evaluate_now or save):
+                    continue
+                recorder.flush()  # raises where the state is not fit to be saved
+                evaluation = None
+                if evaluate_now:
+                    evaluation = evaluate(setup, state)
+                    writer.write(step, evaluation.metrics)
+                if save:
+                    checkpoints.save(step, state, evaluation.metrics if evaluation else None)
+                if stop:
+                    raise TrainingInterrupted(stop_signal.received or signal.SIGTERM, step)
+                if last:
+                    break
+                recorder.restart_clock()
+    finally:
+        if drops.dropped:
+            logging.warning("In the training data: %s", drops)
     assert evaluation is not None
     return evaluation
 
@@ -213,10 +233,7 @@ class _Recorder:
         found = f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; its examples are in {path}"
         if self._setup.config.on_nonfinite == "stop":
             self._writer.write(step, metrics)
-            raise NonFiniteLossError(
-                f"{found}. The checkpoints are from before; lower config.optimizer.learning_rate, set "
-                "config.optimizer.grad_clip, or go on past such steps with config.on_nonfinite='skip'"
-            )
+            raise NonFiniteLossError(f"{found}; {NONFINITE_CURE}")
         logging.warning("Skipped the update of %s", found)
 
 

@@ -27,13 +27,14 @@ class MetricWriter:
         workdir: the run's folder; made if missing.
         total_steps: steps of the whole run, for the bar and the time left.
         batch_size: examples a step, for the time left.
-        wandb: arguments of `wandb.init` such as `{"project": ...}`, or None for no W&B. A resume continues the run.
+        wandb_project: of Weights & Biases, or None to leave it out. A resume continues the run there.
         config: the run's config, shown by W&B.
         resume_step: the last finished step of the run that is resumed; 0 starts `metrics.jsonl` anew.
         is_main: False makes every method do nothing (all processes but the first).
 
     Raises:
-        ValueError: W&B is asked for and not installed; `metrics.jsonl` is damaged before its last line.
+        ImportError: W&B is asked for and not installed.
+        ValueError: `metrics.jsonl` is damaged before its last line.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class MetricWriter:
         *,
         total_steps: int,
         batch_size: int,
-        wandb: Mapping[str, Any] | None = None,
+        wandb_project: str | None = None,
         config: Mapping[str, Any] | None = None,
         resume_step: int = 0,
         is_main: bool = True,
@@ -55,8 +56,8 @@ class MetricWriter:
         if not is_main:
             return
         workdir = Path(workdir)
-        if wandb is not None:
-            self._wandb = _start_wandb(workdir, wandb, config, resume=resume_step > 0)
+        if wandb_project is not None:
+            self._wandb = _start_wandb(workdir, wandb_project, config, resume=resume_step > 0)
         workdir.mkdir(parents=True, exist_ok=True)
         rows = [row for row in read_history(workdir) if row["step"] <= resume_step] if resume_step else []
         _replace_history(workdir, rows)
@@ -156,14 +157,12 @@ def _replace_history(workdir: Path, rows: list[dict[str, Any]]) -> None:
     os.replace(temporary, workdir / METRICS_FILE)
 
 
-def _start_wandb(workdir: Path, arguments: Mapping[str, Any], config: Mapping[str, Any] | None, *, resume: bool) -> Any:
-    try:
-        import wandb
-    except ModuleNotFoundError:
-        raise ValueError("W&B is asked for but not installed: pip install 'disco-jax[wandb]'") from None
+def _start_wandb(workdir: Path, project: str, config: Mapping[str, Any] | None, *, resume: bool) -> Any:
+    import wandb  # an extra
+
     workdir.mkdir(parents=True, exist_ok=True)
     id_file = workdir / "wandb_run_id.txt"
     run_id = id_file.read_text() if resume and id_file.exists() else None
-    run = wandb.init(**{"dir": str(workdir), "config": config, "id": run_id, "resume": "allow"} | dict(arguments))
+    run = wandb.init(project=project, dir=str(workdir), config=config, id=run_id, resume="allow")
     id_file.write_text(run.id)
     return run

@@ -11,15 +11,14 @@ def make_schedule(optimizer: ConfigDict, total_steps: int) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(0.0, optimizer.learning_rate, optimizer.warmup_steps, total_steps)
 
 
-def make_optimizer(optimizer: ConfigDict, total_steps: int) -> optax.GradientTransformation:
+def make_optimizer(optimizer: ConfigDict) -> optax.GradientTransformation:
     """AdamW whose decoupled weight decay spares gains, biases, the logit scale and the class and position embeddings.
 
-    Args:
-        optimizer: `config.optimizer` of `disco_jax.training.default_config`.
-        total_steps: where the cosine ends.
+    Its updates are for a learning rate of 1: the step multiplies them by the schedule, so that the one clock is the
+    step, also past updates that were skipped. `optimizer` is `config.optimizer` of `default_config`.
     """
     adamw = optax.adamw(
-        make_schedule(optimizer, total_steps),
+        1.0,
         b1=optimizer.beta1,
         b2=optimizer.beta2,
         eps=optimizer.eps,

@@ -52,10 +52,14 @@ class Setup:
 
 def prepare(config: ConfigDict, workdir: str | os.PathLike[str]) -> Setup:
     """Checks everything and claims `workdir`; raises `ConfigError`, one line with the cure, for what cannot be run."""
+    failure: Exception | None = None
     try:
-        return _prepare(config, Path(workdir).absolute())
+        setup = _prepare(config, Path(workdir).absolute())
     except (ValueError, OSError, ImportError) as error:
-        raise ConfigError(str(error)) from error
+        failure = error
+    if mesh_lib.any_process(failure is not None):  # all leave together: none waits for one that has left
+        raise ConfigError(str(failure or "another process refused the run: see its message")) from failure
+    return setup
 
 
 def _prepare(config: ConfigDict, workdir: Path) -> Setup:
@@ -92,7 +96,7 @@ def _prepare(config: ConfigDict, workdir: Path) -> Setup:
         templates=config.eval.templates,
         threads=config.data.threads,
     )
-    optimizer = make_optimizer(config.optimizer, config.total_steps)
+    optimizer = make_optimizer(config.optimizer)
     abstract_state = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=mesh_lib.replicated(mesh)),
         jax.eval_shape(make_init(model, optimizer, config.seed)),
@@ -112,7 +116,7 @@ def _prepare(config: ConfigDict, workdir: Path) -> Setup:
     )
     if setup.is_main:
         _claim_workdir(setup)
-        check_space(setup.workdir, abstract_state)
+        check_space(setup.workdir / "checkpoints", config.checkpoint, abstract_state)
     _log(setup)
     return setup
 

@@ -69,7 +69,7 @@ def make_train_step(
     """One update on a global batch sharded over all axes of `mesh`.
 
     The returned function gives the new state and float32 scalars: `loss`, `grad_norm` (before clipping),
-    `learning_rate` (of this update, by the optimizer's `schedule`) and `logit_scale` (the multiplier after it). With
+    `learning_rate` (of this update: `schedule` of the step) and `logit_scale` (the multiplier after it). With
     `skip_nonfinite` an update whose loss or gradient is NaN or inf leaves parameters and optimizer as they were.
     """
 
@@ -91,7 +91,8 @@ def make_train_step(
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
         grad_norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
+        params = optax.apply_updates(state.params, optax.tree.scale(learning_rate, updates))
         params["logit_scale"][...] = jnp.clip(params["logit_scale"][...], 0.0, math.log(MAX_LOGIT_SCALE))
         if skip_nonfinite:
             finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -101,7 +102,7 @@ def make_train_step(
         metrics = {
             "loss": loss,
             "grad_norm": grad_norm,
-            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+            "learning_rate": learning_rate,
             "logit_scale": jnp.exp(params["logit_scale"][...]),
         }
         return TrainState(state.step + 1, params, opt_state), metrics

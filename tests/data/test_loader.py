@@ -119,16 +119,25 @@ def test_too_many_bad_examples_stop_the_run(preprocessor):
     take(source, preprocessor, 20, drops=DropCounter(limit=0.2, grace=40))
 
 
+def test_bad_examples_that_lie_together_count_once_each_and_are_replaced_by_many(preprocessor):
+    source = WithBad(Scenes("train", 100), image=range(40, 60))
+    drops = DropCounter(limit=1.0)
+    drawn = keys(take(source, preprocessor, 25, drops=drops))
+    assert drops.read == 100 + drops.dropped.total()
+    assert drops.dropped.total() < 35
+    assert max(drawn.count(key) for key in drawn) <= 4
+
+
 def test_no_usable_example_is_an_error_however_few_there_are(preprocessor):
     source = WithBad(Scenes("train", 3), image=range(3))
-    with pytest.raises(TooManyBadExamples, match="not one usable example"):
-        take(source, preprocessor, 1)
+    with pytest.raises(TooManyBadExamples, match=r"no usable example .*: dropped \d+ of \d+ examples"):
+        take(source, preprocessor, 1, drops=DropCounter(limit=1.0))
 
 
 @pytest.mark.parametrize("size", [1, 7, 8])
 def test_evaluation_has_each_example_once_in_order(preprocessor, size):
     scenes = Scenes("held_out", size)
-    batches = list(eval_batches(scenes, preprocessor, batch_size=4, threads=2))
+    batches = list(eval_batches(scenes, preprocessor, DropCounter(), batch_size=4, threads=2))
     assert len(batches) == -(-size // 4)
     valid = np.concatenate([batch.valid for batch in batches])
     assert valid.tolist() == [i < size for i in range(len(valid))]
@@ -140,16 +149,18 @@ def test_evaluation_has_each_example_once_in_order(preprocessor, size):
 
 def test_evaluation_masks_bad_examples_and_stops_at_size(preprocessor):
     source = WithBad(Scenes("held_out", 9), image=(1,), caption=(2,))
-    batches = list(eval_batches(source, preprocessor, batch_size=4, size=6, threads=2))
+    drops = DropCounter(limit=1.0)
+    batches = list(eval_batches(source, preprocessor, drops, batch_size=4, size=6, threads=2))
+    assert str(drops) == "dropped 2 of 6 examples (1 image:not_an_image, 1 caption:empty)"
     assert np.concatenate([batch.valid for batch in batches]).tolist() == [1, 0, 0, 1, 1, 1, 0, 0]
 
 
 def test_processes_evaluate_disjoint_rows(preprocessor, monkeypatch):
     scenes = Scenes("held_out", 7)
-    whole = list(eval_batches(scenes, preprocessor, batch_size=4, threads=2))
+    whole = list(eval_batches(scenes, preprocessor, DropCounter(), batch_size=4, threads=2))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     for process in range(2):
         monkeypatch.setattr(loader.jax, "process_index", lambda p=process: p)
-        part = list(eval_batches(scenes, preprocessor, batch_size=4, threads=2))
+        part = list(eval_batches(scenes, preprocessor, DropCounter(), batch_size=4, threads=2))
         for all_rows, rows in zip(whole, part, strict=True):
             np.testing.assert_array_equal(all_rows.labels[2 * process : 2 * process + 2], rows.labels)

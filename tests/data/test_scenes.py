@@ -53,7 +53,7 @@ def test_unknown_split_and_no_examples_are_errors():
 
 
 def test_written_tars_hold_the_scenes(tmp_path):
-    write_scenes(tmp_path, train=5, held_out=3, side=32)
+    write_scenes(tmp_path, {"train": 5, "held_out": 3}, side=32)
     source = TarSource(str(tmp_path / "held_out-*.tar"), label="cls", cache_dir=tmp_path / "index")
     assert len(source) == 3
     wanted = Scenes("held_out", 3, side=32)[2]

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,10 @@ def test_every_config_is_valid_and_starts_with_its_command(path):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
+        ("seed", -1, "config.seed=-1"),
+        ("mesh", (("data", "8"),), r"pairs of a name and a size: \(\('data', 8\),\)"),
+        ("data.source", "tfds", "config.data.tfds_name is not set"),
+        ("eval.templates", ("a photo",), r"'a photo' has no \{\}"),
         ("batch_size", 0, "config.batch_size=0 must be at least 1"),
         ("total_steps", 2000, "warmup_steps=2000 must be smaller than config.total_steps=2000"),
         ("optimizer.warmup_steps", 20_000, "shorten the warm-up"),
@@ -66,6 +71,12 @@ def test_wrong_values_are_named(name, value, message):
     assert "\n" not in str(error.value)
 
 
+def test_wandb_missing_is_said_at_once(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"pip install 'disco-jax\[wandb\]'"):
+        validate(with_data(**{"log.wandb_project": "p"}))
+
+
 def test_unknown_and_missing_settings_are_named():
     config = ConfigDict(with_data().to_dict())
     config.data.treads = 3
@@ -88,6 +99,8 @@ def test_differences_name_what_changes_the_numbers():
     old, new = with_data(), with_data(seed=1)
     new.data.crop_scale = (0.5, 1.0)
     new.log.every_steps = 1
+    new.data.threads = 3
+    new.on_nonfinite = "skip"
     new.checkpoint.keep_last = 7
     old, new = (json.loads(config.to_json()) for config in (old, new))
     assert differences(old, new) == ["config.data.crop_scale: [0.9, 1.0] -> [0.5, 1.0]", "config.seed: 0 -> 1"]

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from disco_jax.data.scenes import write_scenes
 from disco_jax.models import PRESETS, CLIPConfig, TextConfig, VisionConfig
 from disco_jax.training import ConfigError, NonFiniteLossError, TrainingInterrupted, default_config, loop, train
 from disco_jax.training.metrics import read_history
@@ -78,8 +79,11 @@ def test_a_run_writes_its_files_and_the_same_command_goes_on(config, tmp_path):
         ConfigError, match=r"other settings \(config\.seed: 0 -> 1\).*another --workdir.*resume_changed"
     ):
         train(config, tmp_path)
-    config.total_steps = 8
     config.resume_changed = True
+    config.total_steps = 4  # it is past that already
+    train(config, tmp_path)
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    config.total_steps = 8
     train(config, tmp_path)
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1
@@ -117,6 +121,33 @@ def test_a_nonfinite_loss_stops_the_run_and_keeps_the_good_checkpoints(config, t
     (keys,) = tmp_path.glob("nonfinite_step_*.txt")
     assert len(keys.read_text().splitlines()) == 16
     assert read_history(tmp_path)[-1]["loss"] is None or read_history(tmp_path)[-1]["grad_norm"] is None
+
+
+def test_features_that_are_not_finite_stop_the_run_too(config, tmp_path):
+    config.optimizer.learning_rate = 1e30
+    config.data.eval = "held_out"
+    config.eval.every_steps = 2
+    with pytest.raises(NonFiniteLossError, match=r"step 2: the features hold NaN or inf"):
+        train(config, tmp_path)
+    assert checkpoints(tmp_path) == []
+
+
+def test_a_best_metric_that_is_not_measured_is_named(config, tmp_path):
+    config.data.eval = "held_out"
+    config.checkpoint.best_metric = "eval/recall"
+    with pytest.raises(ConfigError, match=r"best_metric='eval/recall' is not measured: use one of eval/image_to_text"):
+        train(config, tmp_path)
+
+
+def test_labels_without_a_class_name_are_named(config, tmp_path):
+    write_scenes(tmp_path / "data", {"train": 20, "held_out": 30}, side=16)
+    config.data.update(source="tars", label="cls", index_cache=str(tmp_path / "index"))
+    config.data.update(train=str(tmp_path / "data/train-*.tar"), eval=str(tmp_path / "data/held_out-*.tar"))
+    config.eval.classes = str(tmp_path / "data/classes.txt")
+    assert "eval/zero_shot/top1" in train(config, tmp_path / "run")
+    (tmp_path / "data/classes.txt").write_text("red square\nblue ring\n")
+    with pytest.raises(ConfigError, match="the eval examples cannot be evaluated: labels holds"):
+        train(config, tmp_path / "run")
 
 
 def test_a_nonfinite_step_can_be_skipped(config, tmp_path):
@@ -171,7 +202,7 @@ def test_what_cannot_run_is_one_line_before_any_work(config, tmp_path, name):
 
 def test_a_full_disk_is_named(config, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 10**6, 10**6))
-    with pytest.raises(ConfigError, match=r"0\.00 GiB free.*two must fit: free some space"):
+    with pytest.raises(ConfigError, match=r"0\.00 GiB free.*5 checkpoints of 0\.01 GiB must fit: free some space"):
         prepare(config, tmp_path)
 
 

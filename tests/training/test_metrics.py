@@ -109,7 +109,7 @@ def test_tensorboard_gets_the_scalars_and_forgets_the_steps_after_a_resume(tmp_p
 
 
 def test_other_processes_write_nothing(tmp_path):
-    with writer(tmp_path / "run", is_main=False, wandb={"project": "p"}) as metrics:
+    with writer(tmp_path / "run", is_main=False, wandb_project="p") as metrics:
         metrics.write(1, {"loss": 1.0})
         metrics.progress(1, loss=1.0, samples_per_sec=10.0, scale=14.0)
     assert not (tmp_path / "run").exists()
@@ -155,13 +155,6 @@ def test_close_twice_is_fine(tmp_path):
     metrics.close()
 
 
-def test_wandb_missing_is_one_line_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"pip install 'disco-jax\[wandb\]'"):
-        writer(tmp_path / "run", wandb={"project": "p"})
-    assert not (tmp_path / "run").exists()
-
-
 def test_wandb_gets_the_scalars_and_a_resume_continues_its_run(tmp_path, monkeypatch):
     calls = []
 
@@ -175,7 +168,7 @@ def test_wandb_gets_the_scalars_and_a_resume_continues_its_run(tmp_path, monkeyp
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     for resume_step in (0, 5, 0):
-        with writer(tmp_path, wandb={"project": "p"}, config={"seed": 1}, resume_step=resume_step) as metrics:
+        with writer(tmp_path, wandb_project="p", config={"seed": 1}, resume_step=resume_step) as metrics:
             metrics.write(resume_step + 1, {"loss": 2.0})
     arguments = [call[1] for call in calls if call[0] == "init"]
     assert [a["id"] for a in arguments] == [None, "id1", None]

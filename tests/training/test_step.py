@@ -38,7 +38,7 @@ def batch(seed):
 
 def run(devices, batches, *, skip_nonfinite=False, remat=False, change=lambda params: None):
     mesh = make_mesh((("data", devices),))
-    optimizer, schedule = make_optimizer(settings(), 10), make_schedule(settings(), 10)
+    optimizer, schedule = make_optimizer(settings()), make_schedule(settings(), 10)
     state = fast_jit(make_init(MODEL, optimizer, seed=0), out_shardings=replicated(mesh))()
     change(state.params)
     graphdef = make_graphdef(MODEL, jnp.float32, remat=remat)
@@ -60,12 +60,12 @@ def three_steps():
 def test_loss_and_update_are_those_of_the_plain_formula(three_steps):
     batches, (state, history) = three_steps
     graphdef = make_graphdef(MODEL, jnp.float32)
-    optimizer = make_optimizer(settings(), 10)
+    optimizer = make_optimizer(settings())
     params = fast_jit(make_init(MODEL, optimizer, seed=0))().params
     opt_state = optimizer.init(params)
 
     @fast_jit
-    def step(params, opt_state, images, tokens):
+    def step(params, opt_state, learning_rate, images, tokens):
         def loss_fn(params):
             clip = nnx.merge(graphdef, params)
             return dense_contrastive_loss(
@@ -76,10 +76,11 @@ def test_loss_and_update_are_those_of_the_plain_formula(three_steps):
 
         loss, grads = jax.value_and_grad(loss_fn)(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
+        updates = optax.tree.scale(learning_rate, updates)
         return optax.apply_updates(params, updates), opt_state, loss, optax.tree.norm(grads)
 
-    for arrays, metrics in zip(batches, history, strict=True):
-        params, opt_state, loss, norm = step(params, opt_state, *arrays)
+    for rate, arrays, metrics in zip((0.0, 0.005, 0.01), batches, history, strict=True):
+        params, opt_state, loss, norm = step(params, opt_state, rate, *arrays)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
         np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-4)
     # Over all parameters together: Adam blows up the rounding of single gradients that are almost zero.
@@ -116,26 +117,24 @@ def poison(params):
     params["text"]["projection"]["kernel"][...] = params["text"]["projection"]["kernel"][...].at[0, 0].set(jnp.nan)
 
 
-def test_a_nonfinite_update_can_be_skipped():
-    kept, (metrics,) = run(2, [batch(0)], skip_nonfinite=True, change=poison)
-    assert not np.isfinite(metrics["loss"])
-    assert int(kept.step) == 1
+def test_a_nonfinite_update_can_be_skipped_and_the_schedule_goes_on():
+    kept, history = run(2, [batch(0), batch(1)], skip_nonfinite=True, change=poison)
+    assert not np.isfinite([metrics["loss"] for metrics in history]).any()
+    assert int(kept.step) == 2
+    assert float(history[1]["learning_rate"]) == pytest.approx(0.005)
     assert np.isfinite(kept.params["visual"]["projection"]["kernel"][...]).all()
     lost, _ = run(2, [batch(0)], change=poison)
     assert np.isnan(lost.params["visual"]["projection"]["kernel"][...]).any()
 
 
 def test_weight_decay_shrinks_matrices_alone():
-    optimizer = make_optimizer(settings(weight_decay=0.5), 10)
+    optimizer = make_optimizer(settings(weight_decay=0.5))
     params = fast_jit(make_init(MODEL, optimizer, seed=0))().params
 
     @fast_jit
     def update_without_gradient(params):
         zeros = jax.tree.map(jnp.zeros_like, params)
-        opt_state = optimizer.init(params)
-        for _ in range(3):  # past the zero at the start of the warm-up
-            updates, opt_state = optimizer.update(zeros, opt_state, params)
-        return updates
+        return optimizer.update(zeros, optimizer.init(params), params)[0]
 
     updates = update_without_gradient(params)
     blocks = updates["visual"]["transformer"]["blocks"]
@@ -158,7 +157,7 @@ def test_rematerialisation_changes_no_number(three_steps):
 
 
 def test_rematerialisation_keeps_less_of_a_block():
-    params = jax.eval_shape(make_init(MODEL, make_optimizer(settings(), 10), seed=0)).params
+    params = jax.eval_shape(make_init(MODEL, make_optimizer(settings()), seed=0)).params
     images = jax.ShapeDtypeStruct((64, 8, 8, 3), jnp.uint8)
 
     def saved(remat):
@@ -171,6 +170,17 @@ def test_rematerialisation_keeps_less_of_a_block():
         return sum(leaf.size for leaf in jax.tree.leaves(backward))
 
     assert saved(remat=True) < 0.5 * saved(remat=False)
+
+
+def test_gradients_are_clipped_to_the_global_norm():
+    gradients = {"kernel": jnp.array([[3.0, 4.0]])}
+    first_moments = []
+    for grad_clip in (None, 1.0, 10.0):
+        optimizer = make_optimizer(settings(grad_clip=grad_clip))
+        _, opt_state = optimizer.update(gradients, optimizer.init(gradients), gradients)
+        first_moments.append(optax.tree.get(opt_state, "mu")["kernel"])
+    unclipped = 0.1 * gradients["kernel"]
+    np.testing.assert_allclose(first_moments, [unclipped, unclipped / 5, unclipped], rtol=1e-5)
 
 
 def test_l2_normalize_keeps_a_zero_row_and_its_gradient_finite():

@@ -1,0 +1,92 @@
+"""Features and pictures of a split with bad examples, of a size that divides by nothing."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from disco_jax.data.loader import Preprocessor
+from disco_jax.data.scenes import CLASS_NAMES, Scenes
+from disco_jax.data.tokenizer import load_tokenizer
+from disco_jax.evaluation.evaluator import Evaluator, SplitFeatures, example_queries
+from disco_jax.mesh import make_mesh
+from disco_jax.models import CLIP, CLIPConfig, TextConfig, VisionConfig
+
+MODEL = CLIPConfig(8, VisionConfig(16, 8, 16, 1, 2, 32), TextConfig(16, 1, 2, 32, context_length=24))
+BAD = (0, 4)
+GOOD = [1, 2, 3, 5, 6, 7, 8, 9, 10]
+
+
+class SomeBad:
+    def __init__(self, size):
+        self.scenes = Scenes("held_out", size)
+
+    def __len__(self):
+        return len(self.scenes)
+
+    def __getitem__(self, index):
+        example = self.scenes[index]
+        return replace(example, image=b"") if index in BAD else example
+
+
+@pytest.fixture(scope="module")
+def preprocessor():
+    return Preprocessor(load_tokenizer(), image_size=16, context_length=24)
+
+
+@pytest.fixture(scope="module")
+def graphdef_and_params():
+    quickly = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    params = quickly(lambda: nnx.state(CLIP(MODEL, rngs=nnx.Rngs(0)), nnx.Param))()
+    return nnx.graphdef(nnx.eval_shape(lambda: CLIP(MODEL, rngs=nnx.Rngs(0)))), params
+
+
+def test_features_are_those_of_the_usable_examples_in_order(preprocessor, graphdef_and_params):
+    graphdef, params = graphdef_and_params
+    source = SomeBad(11)
+    evaluator = Evaluator(
+        graphdef,
+        make_mesh([("data", 4)]),
+        preprocessor,
+        batch_size=4,
+        class_names=CLASS_NAMES,
+        templates=("a {}",),
+        threads=2,
+    )
+    features = evaluator.features(params, source)
+    assert features.indices.tolist() == GOOD
+    assert features.labels.tolist() == [source[i].label for i in GOOD]
+    clip = nnx.merge(graphdef, params)
+    images = jnp.asarray(np.stack([preprocessor.eval_image(source[i]) for i in GOOD]))
+    tokens = jnp.asarray(np.stack([preprocessor.tokens(source[i]) for i in GOOD]))
+    np.testing.assert_allclose(features.images, clip.encode_image(images), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(features.texts, clip.encode_text(tokens), rtol=1e-4, atol=1e-5)
+
+    assert evaluator.features(params, source, 7).indices.tolist() == GOOD[:5]
+    assert set(evaluator.metrics(params, features)) >= {"image_to_text/R@1", "zero_shot/top1", "zero_shot/top5"}
+
+
+def test_a_split_without_a_usable_example_is_an_error(preprocessor, graphdef_and_params):
+    graphdef, params = graphdef_and_params
+    evaluator = Evaluator(graphdef, make_mesh([("data", 4)]), preprocessor, batch_size=4, threads=2)
+    with pytest.raises(ValueError, match="not one usable example"):
+        evaluator.features(params, SomeBad(1))
+
+
+def test_queries_show_the_best_images_and_mark_those_with_the_same_caption(preprocessor):
+    scenes = Scenes("held_out", 6)
+    captions = [scenes[i].caption for i in range(6)]
+    assert len(set(captions)) == 6
+    # Caption i is closest to image i, then i + 1, ...: features on a circle.
+    angles = np.arange(6) / 10
+    images = np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
+    features = SplitFeatures(images, images, np.zeros(6, np.int32), np.arange(6))
+    queries, pictures, right = example_queries(scenes, features, preprocessor, count=3)
+    assert queries == [captions[0], captions[2], captions[5]]
+    assert pictures.shape == (3, 5, 16, 16, 3)
+    np.testing.assert_array_equal(pictures[2, 0], preprocessor.eval_image(scenes[5]))
+    assert right.tolist() == [[True, False, False, False, False]] * 3
