@@ -23,6 +23,8 @@ def parse_flags(argv: list[str]) -> list[str]:
         sys.exit(f"train.py: unknown setting {one_line(error.args[0])}")
     except (TypeError, ValueError, OSError, flags.Error) as error:
         sys.exit(f"train.py: {one_line(error)}")
+    except Exception as error:  # of the config file
+        sys.exit(f"train.py: the config file fails with {type(error).__name__}: {one_line(error)}")
 
 
 def one_line(message: object) -> str:
@@ -43,6 +45,11 @@ def main(argv: list[str]) -> None:
         train(CONFIG.value, WORKDIR.value)
     except (ConfigError, NonFiniteLossError, TooManyBadExamples) as error:
         sys.exit(f"train.py: {one_line(error)}")
+    except OSError as error:
+        sys.exit(f"train.py: {one_line(error)}: once that is mended, the same command goes on from the last checkpoint")
+    except KeyboardInterrupt:
+        print("train.py: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(130)
     except TrainingInterrupted as interrupted:
         print(f"train.py: {interrupted}", file=sys.stderr)
         sys.exit(128 + interrupted.signum)

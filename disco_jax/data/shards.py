@@ -146,7 +146,9 @@ class TarSource:
 def _integer(value: object, key: str) -> int:
     try:
         if isinstance(value, bytes | str) or type(value) is int:
-            return int(value)
+            number = int(value)
+            if -(2**31) <= number < 2**31:
+                return number
     except ValueError:
         pass
     raise BadExample("label:not_an_integer", f"{key}: the label is {value!r}")

@@ -56,20 +56,28 @@ class Checkpoints:
         return minutes > 0 and time.monotonic() - self._last_save > 60 * minutes
 
     def restore(self, abstract_state: Any) -> Any:
-        """The latest state, in the shapes and shardings of `abstract_state`."""
-        return self._checkpointer.load_checkpointables(self._checkpointer.latest, {"state": abstract_state})["state"]
+        """The latest state, in the shapes and shardings of `abstract_state`; raises `ConfigError` if that fails."""
+        latest = self._checkpointer.latest
+        try:
+            return self._checkpointer.load_checkpointables(latest, {"state": abstract_state})["state"]
+        except Exception as error:  # of many kinds, many lines long
+            found = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ConfigError(
+                f"checkpoint {latest.path} does not fit the settings or is damaged ({found[:200]}): "
+                "go back to the settings that wrote it, or remove that folder to go on from the one before"
+            ) from error
 
     def save(self, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> None:
         """Starts to save `state`; it may be donated as soon as this returns. `metrics` rank it among the best."""
         best = self._settings.best_metric
         ranked = metrics is not None and best in metrics
-        if metrics and self._settings.keep_best and not ranked and any(name.startswith("eval/") for name in metrics):
-            raise ConfigError(
-                f"config.checkpoint.best_metric={best!r} is not measured: use one of {', '.join(metrics)}"
-            )
         with jax.transfer_guard("allow"):
             self._checkpointer.save_checkpointables_async(
                 step, {"state": state}, force=True, metrics=dict(metrics) if metrics and ranked else None
+            )
+        if metrics and self._settings.keep_best and not ranked and any(name.startswith("eval/") for name in metrics):
+            raise ConfigError(
+                f"config.checkpoint.best_metric={best!r} is not measured: use one of {', '.join(metrics)}"
             )
         self._last_save = time.monotonic()
 

@@ -21,7 +21,7 @@ from disco_jax.training.checkpoints import Checkpoints
 from disco_jax.training.config import ConfigError
 from disco_jax.training.metrics import MetricWriter, read_history
 from disco_jax.training.optimizer import make_schedule
-from disco_jax.training.setup import Setup, prepare
+from disco_jax.training.setup import Setup, prepare, write_config
 from disco_jax.training.signals import StopSignal, TrainingInterrupted
 from disco_jax.training.step import TrainState, compile_step, make_init, make_train_step
 
@@ -65,6 +65,8 @@ def train(config: ConfigDict, workdir: str | os.PathLike[str]) -> dict[str, floa
         else:
             state = checkpoints.restore(setup.abstract_state)
             logging.info("Resumed from step %d", checkpoints.latest_step)
+        if setup.is_main:
+            write_config(setup)  # only now: settings that don't fit the checkpoint must not replace those that do
         with MetricWriter(
             setup.workdir,
             total_steps=config.total_steps,
@@ -136,7 +138,7 @@ def _run_steps(
         setup.mesh,
     )
     recorder = _Recorder(setup, writer, step)
-    drops = DropCounter(config.data.max_dropped)
+    drops = DropCounter(config.data.max_dropped, grace=min(1000, len(setup.train_source)))
     batches = train_batches(
         setup.train_source,
         setup.preprocessor,
@@ -172,7 +174,11 @@ def _run_steps(
                 recorder.flush()  # raises where the state is not fit to be saved
                 evaluation = None
                 if evaluate_now:
-                    evaluation = evaluate(setup, state)
+                    try:
+                        evaluation = evaluate(setup, state)
+                    except ConfigError:  # faulty evaluation data must not cost the steps
+                        checkpoints.save(step, state)
+                        raise
                     writer.write(step, evaluation.metrics)
                 if save:
                     checkpoints.save(step, state, evaluation.metrics if evaluation else None)

@@ -132,19 +132,22 @@ def read_history(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     A last line that a killed process left half-written is ignored.
 
     Raises:
-        ValueError: any other line is not JSON.
+        ValueError: any other line is no JSON object with a step.
     """
     path = Path(workdir) / METRICS_FILE
     if not path.exists():
         return []
     rows = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+            int(row["step"])
+        except (ValueError, TypeError, KeyError):
             if number < len(lines):
-                raise ValueError(f"{path}, line {number} is not JSON; mend or remove the line") from None
+                raise ValueError(f"{path}, line {number} is no row of metrics; mend or remove the line") from None
+        else:
+            rows.append(row)
     return rows
 
 

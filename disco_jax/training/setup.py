@@ -22,6 +22,7 @@ from disco_jax.evaluation.evaluator import Evaluator
 from disco_jax.models import CLIP, CLIPConfig, decay_mask
 from disco_jax.training.checkpoints import check_space
 from disco_jax.training.config import ConfigError, differences, model_config, smoke_config, validate
+from disco_jax.training.metrics import read_history
 from disco_jax.training.optimizer import make_optimizer
 from disco_jax.training.step import TrainState, make_graphdef, make_init
 
@@ -128,18 +129,29 @@ def _class_names(config: ConfigDict, eval_source: ExampleSource | None) -> tuple
     path = Path(config.eval.classes)
     if not path.is_file():
         raise FileNotFoundError(f"config.eval.classes={path} does not exist: give a file with one class name a line")
-    names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    try:
+        names = tuple(line.strip() for line in path.read_text(encoding="utf-8").rstrip().splitlines())
+    except UnicodeDecodeError:
+        raise ConfigError(f"config.eval.classes={path} is not UTF-8: save it as UTF-8") from None
+    if not names or not all(names):
+        raise ConfigError(f"config.eval.classes={path} has an empty line: every line is a class, in the labels' order")
+    if not config.eval.templates:
+        raise ConfigError("config.eval.templates is empty: give prompts like 'a photo of a {}.'")
     if config.data.source == "tars" and config.data.label is None:
         raise ConfigError("config.eval.classes needs labels: set config.data.label to 'cls' or 'json:FIELD'")
     return names
 
 
 def _claim_workdir(setup: Setup) -> None:
-    """Writes the config into the workdir; refuses a workdir in which another config was trained."""
+    """Makes the workdir with the config in it; refuses one in which another config was trained."""
     path = setup.workdir / CONFIG_FILE
-    new = json.loads(setup.config.to_json())
+    read_history(setup.workdir)  # raises where metrics.jsonl is damaged
     if path.exists():
-        changed = differences(json.loads(path.read_text(encoding="utf-8")), new)
+        try:
+            old = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path} is damaged ({error}): restore it or choose another --workdir") from None
+        changed = differences(old, json.loads(setup.config.to_json()))
         if changed and not setup.config.resume_changed:
             raise ConfigError(
                 f"{setup.workdir} holds a run with other settings ({'; '.join(changed)}): choose another --workdir, or "
@@ -147,15 +159,21 @@ def _claim_workdir(setup: Setup) -> None:
             )
         for line in changed:
             logging.warning("Going on under a changed setting: %s", line)
-    elif setup.workdir.is_dir() and any(setup.workdir.iterdir()):
+        return
+    if setup.workdir.is_dir() and any(setup.workdir.iterdir()):
         raise ConfigError(f"{setup.workdir} holds files but no {CONFIG_FILE} of a run: choose an empty --workdir")
     try:
         setup.workdir.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_config(setup)
     except OSError as error:
         raise ConfigError(f"cannot write to {setup.workdir} ({error.strerror}): choose another --workdir") from None
+
+
+def write_config(setup: Setup) -> None:
+    """Writes config.json into the workdir, whole or not at all."""
+    temporary = setup.workdir / f"{CONFIG_FILE}.tmp"
+    temporary.write_text(json.dumps(json.loads(setup.config.to_json()), indent=2) + "\n", encoding="utf-8")
+    temporary.replace(setup.workdir / CONFIG_FILE)
 
 
 def _log(setup: Setup) -> None:

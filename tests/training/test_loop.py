@@ -147,7 +147,8 @@ def test_labels_without_a_class_name_are_named(config, tmp_path):
     assert "eval/zero_shot/top1" in train(config, tmp_path / "run")
     (tmp_path / "data/classes.txt").write_text("red square\nblue ring\n")
     with pytest.raises(ConfigError, match="the eval examples cannot be evaluated: labels holds"):
-        train(config, tmp_path / "run")
+        train(config, tmp_path / "other")
+    assert checkpoints(tmp_path / "other") == [2, 4, 6]  # the steps are not lost
 
 
 def test_a_nonfinite_step_can_be_skipped(config, tmp_path):
@@ -198,6 +199,43 @@ def test_what_cannot_run_is_one_line_before_any_work(config, tmp_path, name):
         prepare(config, tmp_path / "run")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", "{", r"config\.json is damaged .*choose another"),
+        ("config.json", "[1]", r"config\.json is damaged"),
+        ("metrics.jsonl", '[1]\n{"step": 1}\n', r"metrics\.jsonl, line 1 is no row"),
+        ("metrics.jsonl", '\xff\n{"step": 1}\n', r"metrics\.jsonl, line 1 is no row"),
+    ],
+)
+def test_damaged_files_of_a_run_are_named(config, tmp_path, name, content, message):
+    prepare(config, tmp_path)
+    (tmp_path / name).write_text(content, encoding="latin-1")
+    with pytest.raises(ConfigError, match=message):
+        prepare(config, tmp_path)
+
+
+def test_a_damaged_checkpoint_is_named(config, tmp_path):
+    config.total_steps = 4
+    train(config, tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "4" / "state" / "d")
+    with pytest.raises(ConfigError, match=r"checkpoints/4 does not fit .*remove that folder") as error:
+        train(config, tmp_path)
+    assert "\n" not in str(error.value)
+    shutil.rmtree(tmp_path / "checkpoints" / "4")
+    train(config, tmp_path)
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("content", ["red ring\n\nblue ring\n", ""])
+def test_class_files_with_empty_lines_are_refused(config, tmp_path, content):
+    (tmp_path / "classes.txt").write_text(content)
+    config.data.eval = "held_out"
+    config.eval.classes = str(tmp_path / "classes.txt")
+    with pytest.raises(ConfigError, match=r"classes\.txt has an empty line"):
+        prepare(config, tmp_path / "run")
 
 
 def test_a_full_disk_is_named(config, tmp_path, monkeypatch):

@@ -93,7 +93,7 @@ def test_a_run_from_the_start_begins_the_file_anew(tmp_path):
 
 def test_damage_before_the_last_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not JSON"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is no row of metrics"):
         writer(tmp_path, resume_step=3)
 
 
