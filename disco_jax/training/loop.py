@@ -109,8 +109,7 @@ def evaluate(setup: Setup, state: TrainState) -> Evaluation:
         except ValueError as error:
             raise ConfigError(f"the {name} examples cannot be evaluated: {error}") from error
         metrics |= {f"{name}/{key}": value for key, value in scores.items()}
-    for key, value in metrics.items():
-        logging.info("step %d: %s %.4f", step, key, value)
+    logging.info("step %d: %s", step, ", ".join(f"{key} {value:.4f}" for key, value in metrics.items()))
     return Evaluation(metrics, features if setup.eval_source is not None else None)
 
 
