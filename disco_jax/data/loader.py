@@ -81,7 +81,8 @@ class DropCounter:
                                          "config.data.max_dropped")  # fmt: skip
 
     def __str__(self) -> str:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common())
+        most_first = sorted(self.dropped.items(), key=lambda item: (-item[1], item[0]))
+        reasons = ", ".join(f"{count} {reason}" for reason, count in most_first)
         return f"dropped {self.dropped.total()} of {self.read} examples" + (f" ({reasons})" if reasons else "")
 
 

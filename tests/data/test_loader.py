@@ -123,8 +123,9 @@ def test_bad_examples_that_lie_together_count_once_each_and_are_replaced_by_many
     source = WithBad(Scenes("train", 100), image=range(40, 60))
     drops = DropCounter(limit=1.0)
     drawn = keys(take(source, preprocessor, 25, drops=drops))
-    assert drops.read == 100 + drops.dropped.total()
-    assert drops.dropped.total() < 35
+    read_ahead = 2 * 4 + 2  # the threads may be at most two batches and an example each ahead
+    assert 0 <= drops.read - drops.dropped.total() - 100 <= read_ahead
+    assert 20 <= drops.dropped.total() < 35 + read_ahead
     assert max(drawn.count(key) for key in drawn) <= 4
 
 
@@ -151,7 +152,7 @@ def test_evaluation_masks_bad_examples_and_stops_at_size(preprocessor):
     source = WithBad(Scenes("held_out", 9), image=(1,), caption=(2,))
     drops = DropCounter(limit=1.0)
     batches = list(eval_batches(source, preprocessor, drops, batch_size=4, size=6, threads=2))
-    assert str(drops) == "dropped 2 of 6 examples (1 image:not_an_image, 1 caption:empty)"
+    assert str(drops) == "dropped 2 of 6 examples (1 caption:empty, 1 image:not_an_image)"
     assert np.concatenate([batch.valid for batch in batches]).tolist() == [1, 0, 0, 1, 1, 1, 0, 0]
 
 
