@@ -56,9 +56,9 @@ class MetricWriter:
         if not is_main:
             return
         workdir = Path(workdir)
+        workdir.mkdir(parents=True, exist_ok=True)
         if wandb_project is not None:
             self._wandb = _start_wandb(workdir, wandb_project, config, resume=resume_step > 0)
-        workdir.mkdir(parents=True, exist_ok=True)
         rows = [row for row in read_history(workdir) if row["step"] <= resume_step] if resume_step else []
         _replace_history(workdir, rows)
         self._jsonl = open(workdir / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115
@@ -163,7 +163,6 @@ def _replace_history(workdir: Path, rows: list[dict[str, Any]]) -> None:
 def _start_wandb(workdir: Path, project: str, config: Mapping[str, Any] | None, *, resume: bool) -> Any:
     import wandb  # an extra
 
-    workdir.mkdir(parents=True, exist_ok=True)
     id_file = workdir / "wandb_run_id.txt"
     run_id = id_file.read_text() if resume and id_file.exists() else None
     run = wandb.init(project=project, dir=str(workdir), config=config, id=run_id, resume="allow")

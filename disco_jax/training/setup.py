@@ -172,7 +172,7 @@ def _claim_workdir(setup: Setup) -> None:
 def write_config(setup: Setup) -> None:
     """Writes config.json into the workdir, whole or not at all."""
     temporary = setup.workdir / f"{CONFIG_FILE}.tmp"
-    temporary.write_text(json.dumps(json.loads(setup.config.to_json()), indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(setup.config.to_json(indent=2) + "\n", encoding="utf-8")
     temporary.replace(setup.workdir / CONFIG_FILE)
 
 
