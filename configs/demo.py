@@ -17,7 +17,7 @@ def get_config() -> ConfigDict:
     """The demo's settings."""
     config = default_config()
     config.cpu_devices = 8
-    config.mesh = (("data", 8),)
+    config.mesh = (("rows", 8),)
     config.batch_size = 128
     config.total_steps = 400
 

@@ -12,7 +12,7 @@ from disco_jax.training import default_config
 def get_config() -> ConfigDict:
     """Settings for a few thousand pairs and a CPU."""
     config = default_config()
-    config.mesh = (("data", 1),)
+    config.mesh = (("rows", 1),)
     config.batch_size = 128
     config.total_steps = 1000
 

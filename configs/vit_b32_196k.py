@@ -14,7 +14,7 @@ from configs import vit_b32_32k
 def get_config() -> ConfigDict:
     """As at 32,768, with fewer steps over the same data."""
     config = vit_b32_32k.get_config()
-    config.mesh = (("data", 64),)
+    config.mesh = (("cols", 8), ("rows", 8))  # 8 hosts of 8 GPUs
     config.batch_size = 196_608
     config.total_steps = 32 * 400_000_000 // config.batch_size
     config.eval.every_steps = 1_000

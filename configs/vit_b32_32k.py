@@ -12,7 +12,7 @@ from disco_jax.training import default_config
 def get_config() -> ConfigDict:
     """OpenAI's recipe at its batch size."""
     config = default_config()
-    config.mesh = (("data", 8),)
+    config.mesh = (("rows", 8),)
     config.batch_size = 32_768
     config.total_steps = 32 * 400_000_000 // config.batch_size
     config.model.name = "ViT-B-32"

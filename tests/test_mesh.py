@@ -1,18 +1,22 @@
 """Meshes, simulated devices, and how a process finds out which of how many it is."""
 
+import hashlib
 import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from disco_jax import mesh as mesh_lib
 from disco_jax.mesh import (
     any_process,
     batch_sharding,
+    default_axes,
     initialize_processes,
     make_mesh,
     replicated,
@@ -78,6 +82,27 @@ def test_simulated_devices_after_jax_has_started():
         simulate_cpu_devices(4)
     with pytest.raises(ValueError, match="at least 1: got 0"):
         simulate_cpu_devices(0)
+
+
+@pytest.mark.parametrize(
+    "hosts, axes",
+    [
+        (["a"], [("rows", -1)]),
+        (["a", "b"], [("cols", 2), ("rows", -1)]),
+        (["a", "a", "b", "b", "c", "c", "d", "d"], [("cols", 4), ("rows", -1)]),  # a process a GPU
+        (["a", "a", "a", "a"], [("rows", -1)]),
+        (["a", "b", "a", "b"], [("rows", -1)]),  # devices of a host are not neighbours
+        (["a", "a", "a", "b"], [("rows", -1)]),  # unequal
+    ],
+)
+def test_default_axes(monkeypatch, hosts, axes):
+    """Of 8 devices, divided equally over one process for each entry of `hosts`."""
+    devices = [SimpleNamespace(process_index=i * len(hosts) // 8) for i in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(jax, "process_count", lambda: len(hosts))
+    digests = [np.frombuffer(hashlib.sha256(host.encode()).digest(), np.uint8) for host in hosts]
+    monkeypatch.setattr(mesh_lib.multihost_utils, "process_allgather", lambda mine: np.stack(digests))
+    assert default_axes() == axes
 
 
 def test_any_process_of_one():
@@ -175,17 +200,20 @@ def test_refused_variable(calls, monkeypatch):
 
 
 PROCESS = """
-import sys
+import socket, sys
 import jax, jax.numpy as jnp, numpy as np
 from disco_jax.losses import contrastive_loss, dense_contrastive_loss
-from disco_jax.mesh import any_process, batch_sharding, initialize_processes, make_mesh, simulate_cpu_devices
+from disco_jax.mesh import any_process, batch_sharding, default_axes, make_mesh
+from disco_jax.mesh import initialize_processes, simulate_cpu_devices
 
 me = int(sys.argv[2])
 simulate_cpu_devices(2)
 print(initialize_processes(sys.argv[1], 2, me))
 initialize_processes(sys.argv[1], 2, me)
-mesh = make_mesh([("data", -1)])
-assert mesh.size == 4 and jax.process_count() == 2
+assert default_axes() == [("rows", -1)]
+socket.gethostname = lambda: f"host {me}"
+mesh = make_mesh(default_axes())
+assert dict(mesh.shape) == {"cols": 2, "rows": 2} and jax.process_count() == 2
 with jax.transfer_guard("disallow"):
     assert any_process(me == 1) and not any_process(False)
 
@@ -193,7 +221,8 @@ images, texts = np.random.default_rng(0).normal(size=(2, 12, 5)).astype(np.float
 mine = slice(6 * me, 6 * me + 6)
 placed = [jax.make_array_from_process_local_data(batch_sharding(mesh), x[mine]) for x in (images, texts)]
 scale = jnp.float32(2)
-value, gradients = jax.jit(jax.value_and_grad(lambda i, t: contrastive_loss(i, t, scale, mesh=mesh), (0, 1)))(*placed)
+loss = lambda i, t: contrastive_loss(i, t, scale, mesh=mesh, rows="rows", cols="cols")
+value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(*placed)
 expected = jax.jit(jax.value_and_grad(dense_contrastive_loss, (0, 1)))(images, texts, scale)
 np.testing.assert_allclose(value.addressable_data(0), expected[0], rtol=1e-5)
 for got, want in zip(gradients, expected[1]):

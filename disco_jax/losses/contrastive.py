@@ -1,13 +1,19 @@
-"""The one entrance to the distributed contrastive losses: checks, then the form asked for."""
+"""The entrance to CLIP's loss over many devices: for whole arrays, and for a device's own rows inside a shard_map."""
 
-import math
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from disco_jax.losses.dense import check_features
-from disco_jax.losses.disco import disco_contrastive_loss
+from disco_jax.losses import checks
+from disco_jax.losses.disco import disco_loss
+from disco_jax.losses.in_batch import InBatchMetrics
+from disco_jax.losses.labels import labels_and_counts
+from disco_jax.losses.over_mesh import over_mesh
+from disco_jax.losses.softmax import Settings, softmax_loss
+from disco_jax.losses.walk import Axes, Rectangle, accumulator, axis_size, vary, varying_axes
 
 
 def contrastive_loss(
@@ -16,44 +22,114 @@ def contrastive_loss(
     logit_scale: Float[Array, ""],
     *,
     mesh: Mesh,
-    rows: str | tuple[str, ...] = "data",
-    cols: str | tuple[str, ...] | None = None,
-    method: str = "disco",
-) -> Float[Array, ""]:
+    rows: str | Axes = "data",
+    cols: str | Axes | None = None,
+    method: str = "chunked",
+    chunk: int | None = None,
+    label_smoothing: float = 0.0,
+    labels: Int[Array, " B"] | None = None,
+    return_metrics: bool = False,
+) -> Float[Array, ""] | tuple[Float[Array, ""], InBatchMetrics]:
     """CLIP's loss over the whole batch, computed by all devices of a mesh; exact in value and gradients.
 
-    Call it on whole (global) arrays, inside `jax.jit` or not; it places their rows on the devices itself.
+    Call it on whole (global) arrays, inside `jax.jit` or not; it places their rows on the devices itself: divided over
+    the axes of `rows` and `cols` together, in the mesh's order. Which device has which pairs is of no consequence.
 
     Args:
-        image_features: L2-normalised rows, any float type. Similarities and sums are float32 whatever that type
-            (float64 features: float64); gradients come back in it.
+        image_features: L2-normalised rows, any float type. Similarities, exponentials and sums are float32 whatever
+            that type (float64 features: float64); gradients come back in it. NaN features give a NaN loss.
         text_features: the same; row i is the caption of image i.
         logit_scale: what the similarities are multiplied by (not its logarithm).
         mesh: the devices.
-        rows: mesh axis, or axes, over which the rows of both feature arrays are divided.
-        cols: mesh axes for a second division of the similarities; only None so far.
-        method: the form of the loss; only "disco" (DisCo-CLIP, arXiv 2304.08480) so far.
+        rows: mesh axis, or axes, along which texts travel between devices.
+        cols: mesh axis, or axes, along which images travel; None: none do. N = r x c devices move 2(r + c - 2)
+            instead of 2(N - 1) times their own features, for B/r instead of B/N images in memory.
+        method: "chunked" walks over the similarities in tiles (docs/loss.md, sections 3 and 4); "block" keeps the
+            B/r x B/c of them of each device for one product less; "disco" is the form of DisCo-CLIP (arXiv
+            2304.08480), with cols=None, without label smoothing, labels and metrics.
+        chunk: columns of a tile for "chunked", in all devices of `rows`. Default: so many that a tile has 2^23
+            similarities (32 MiB), at least 512. Any number works with any batch; fewer need less memory.
+        label_smoothing: share of each target that is spread over all B columns.
+        labels: integers; pairs with equal labels are positives of each other, in equal shares.
+        return_metrics: also return how well the batch is told apart.
 
     Returns:
-        The mean over the batch of both directions, float32 (or float64), the same on every device.
+        The mean over the batch of both directions, float32 (or float64), the same on every device; and with
+        `return_metrics` an `InBatchMetrics`.
 
     Raises:
-        ValueError: features or scale of a wrong shape or type, an unknown method or mesh axis, a batch that does not
-            divide over the devices of `rows`.
+        ValueError: features, scale or labels of a wrong shape or type, an unknown method or mesh axis, a batch that
+            does not divide over the devices, options that the method does not have.
     """
-    rows = (rows,) if isinstance(rows, str) else rows
-    if method != "disco":
-        raise ValueError(f"loss method {method!r} is unknown: use 'disco'")
-    if cols is not None:
-        raise ValueError(f"the 'disco' loss divides its similarities over rows alone: got cols={cols!r}, use None")
-    if not rows or len(set(rows)) < len(rows) or not set(rows) <= set(mesh.axis_names):
-        raise ValueError(f"rows={rows!r} must be different axes of the mesh, which has {mesh.axis_names!r}")
-    check_features(image_features, text_features, logit_scale)
-    devices = math.prod(mesh.shape[axis] for axis in rows)
-    if len(image_features) % devices:
+    checks.check_features(image_features, text_features, logit_scale=logit_scale)
+    checks.check_labels(labels, len(image_features))
+    rows, cols = checks.axis_names(rows, cols)
+    axes = checks.check_mesh(mesh, rows, cols, len(image_features))
+    options = {
+        "rows": rows,
+        "cols": cols,
+        "method": method,
+        "chunk": chunk,
+        "label_smoothing": label_smoothing,
+        "return_metrics": return_metrics,
+    }
+    features = image_features, text_features
+    return over_mesh(
+        local_contrastive_loss, mesh, axes, tuple(options.items()), features, (jnp.asarray(logit_scale),), labels
+    )
+
+
+def local_contrastive_loss(
+    image_features: Float[Array, "b D"],
+    text_features: Float[Array, "b D"],
+    logit_scale: Float[Array, ""],
+    *,
+    rows: str | Axes,
+    cols: str | Axes | None = None,
+    method: str = "chunked",
+    chunk: int | None = None,
+    label_smoothing: float = 0.0,
+    labels: Int[Array, " b"] | None = None,
+    return_metrics: bool = False,
+) -> Float[Array, ""] | tuple[Float[Array, ""], InBatchMetrics]:
+    """The core of `contrastive_loss`, for use inside a `jax.shard_map` of your own: each device gives its own rows.
+
+    Args:
+        image_features, text_features: this device's own b pairs; the other arguments are those of `contrastive_loss`.
+            rows=() and no cols is one device, and needs no shard_map.
+
+    Returns:
+        what `contrastive_loss` returns, over the batch of all devices along `rows` and `cols`; the same on all.
+
+    Raises:
+        ValueError: as `contrastive_loss`, and where jax's types say that the features do not differ from device to
+            device, or the scale does.
+    """
+    checks.check_features(image_features, text_features, logit_scale=logit_scale)
+    checks.check_labels(labels, len(image_features))
+    rows, cols = checks.axis_names(rows, cols)
+    checks.check_method(method, chunk, label_smoothing)
+    if method == "disco" and (cols or not rows or labels is not None or return_metrics):
         raise ValueError(
-            f"a batch of {len(image_features)} does not divide over the {devices} devices of {rows!r}: "
-            f"use a multiple of {devices}"
+            "the 'disco' loss divides its similarities over rows alone, and has no labels and no metrics: got "
+            f"rows={rows!r}, cols={cols!r}; use 'chunked' or 'block' for more"
         )
-    logit_scale = jnp.asarray(logit_scale, jnp.promote_types(image_features.dtype, jnp.float32))
-    return disco_contrastive_loss(image_features, text_features, logit_scale, mesh, rows)
+    axes = rows + cols
+    checks.check_inside_shard_map(axes, image_features, text_features, {"logit_scale": logit_scale})
+
+    # Typed as different on each device, the scale gets the sum of all devices' gradients.
+    scale = vary(jnp.asarray(logit_scale, accumulator(image_features)), varying_axes(image_features))
+    if method == "disco":
+        return jax.lax.psum(disco_loss(image_features, text_features, scale, axes), axes)
+    b = len(image_features)
+    B = b * axis_size(axes)
+    settings = Settings(
+        Rectangle(rows, cols, B if method == "block" else chunk),
+        B=B,
+        keep_block=method == "block",
+        label_smoothing=label_smoothing,
+        return_metrics=return_metrics,
+    )
+    share = softmax_loss(image_features, text_features, scale, *labels_and_counts(labels, b, axes), settings)
+    whole: Any = jax.lax.psum(share, axes) if axes else share
+    return whole if return_metrics else whole[0]

@@ -1,7 +1,5 @@
 """CLIP: a vision transformer and a causal text transformer into one space (Radford et al. 2021, section 2.4)."""
 
-import math
-
 import jax.numpy as jnp
 from flax import nnx
 from jax.nn.initializers import normal, xavier_uniform
@@ -118,14 +116,16 @@ class CLIP(nnx.Module):
     """Both towers and the temperature. Parameters are float32; matrix products are in `dtype`.
 
     `visual` and `text` are the towers. `logit_scale` is the log of the factor on the cosine similarities, a float32
-    scalar that starts at ln(1/0.07). LayerNorm and softmax are in float32. With `remat` the backward pass computes each
-    block again instead of keeping what is inside it.
+    scalar; `logit_bias`, added to the products, is one too, or None where the config has none. LayerNorm and softmax
+    are in float32. With `remat` the backward pass computes each block again instead of keeping what is inside it.
     """
 
     def __init__(self, config: CLIPConfig, *, dtype: DTypeLike = jnp.float32, remat: bool = False, rngs: nnx.Rngs):
         self.visual = VisionTransformer(config, dtype=dtype, remat=remat, rngs=rngs)
         self.text = TextTransformer(config, dtype=dtype, remat=remat, rngs=rngs)
-        self.logit_scale = nnx.Param(jnp.asarray(math.log(1 / 0.07), jnp.float32))
+        self.logit_scale = nnx.Param(jnp.asarray(config.init_logit_scale, jnp.float32))
+        bias = config.init_logit_bias
+        self.logit_bias = None if bias is None else nnx.Param(jnp.asarray(bias, jnp.float32))
 
     def encode_image(self, images: UInt8[Array, "b H W 3"]) -> Float[Array, "b D"]:
         """Encode RGB images, 0 to 255; features are not L2-normalised, in the compute dtype.

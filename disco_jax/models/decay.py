@@ -5,15 +5,16 @@ from jaxtyping import PyTree
 
 # By name, not by ndim: under `blocks`, gains and biases have a leading layer axis and are matrices too.
 DECAYED = frozenset({"kernel", "embedding"})
-NOT_DECAYED = frozenset({"scale", "bias", "logit_scale", "class_embedding", "position_embedding"})
+NOT_DECAYED = frozenset({"scale", "bias", "logit_scale", "logit_bias", "class_embedding", "position_embedding"})
 
 
 def decay_mask(params: PyTree) -> PyTree:
     """Tell for each parameter whether weight decay applies: a tree like `params` with a bool for each array.
 
     Kernels of matrix products, of the patches and of the projections, and the token embedding are decayed, as in
-    OpenAI's recipe; gains, biases, the logit scale, class and position embeddings are not. Raises ValueError at a
-    parameter whose name is in neither list.
+    OpenAI's recipe; gains, biases, the logit scale and bias, class and position embeddings are not.
+
+    Raises ValueError at a parameter whose name is in neither list.
     """
 
     def decays(path: jax.tree_util.KeyPath, _: object) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 
 from disco_jax.models.transformer import ACTIVATIONS
@@ -71,6 +72,9 @@ class TextConfig:
 class CLIPConfig:
     """Both towers, the size of the features they share, and the activation ("gelu" or "quickgelu").
 
+    init_logit_scale: where the log of the temperature's inverse starts, CLIP's ln(1/0.07). init_logit_bias: where the
+    bias of the sigmoid loss starts; None: the model has none.
+
     Raises ValueError where embed_dim is not positive or the activation is unknown.
     """
 
@@ -78,6 +82,8 @@ class CLIPConfig:
     vision: VisionConfig
     text: TextConfig
     activation: str = "gelu"
+    init_logit_scale: float = math.log(1 / 0.07)
+    init_logit_bias: float | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self)

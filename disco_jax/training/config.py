@@ -8,6 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+from disco_jax.losses.checks import check_method
 from disco_jax.models import CLIPConfig, preset
 
 
@@ -35,8 +36,10 @@ def default_config() -> ConfigDict:
     config.on_nonfinite = "stop"  # a loss or gradient that is NaN or inf: "stop" the run, or "skip" the update
     config.resume_changed = False  # go on in a workdir although settings that change the numbers differ
 
-    # Mesh axes and their sizes in devices; the batch is split over all of them; one size may be -1: the rest.
-    config.mesh = (("data", -1),)
+    # Mesh axes and their sizes in devices, outermost first, e.g. (("cols", 8), ("rows", 8)); one size may be -1: the
+    # rest. The batch is split over all of them. The loss sends images along the axis "cols", texts along the others, so
+    # the last ones should lie within a host. Unset: ("rows", -1) on one host, on H hosts (("cols", H), ("rows", -1)).
+    config.mesh = placeholder(tuple)
     config.cpu_devices = placeholder(int)  # run on so many simulated CPU devices
 
     config.distributed = ConfigDict()  # unset: as a complete cluster environment says, else one process
@@ -53,7 +56,10 @@ def default_config() -> ConfigDict:
     config.model.context_length = placeholder(int)
 
     config.loss = ConfigDict()
-    config.loss.method = "disco"
+    config.loss.name = "contrastive"  # CLIP's, or "sigmoid": SigLIP's, with scale 10 and bias -10 to begin with
+    config.loss.method = "chunked"  # contrastive: walked in tiles; "block": kept, less work; "disco": the paper's form
+    config.loss.chunk = placeholder(int)  # chunked and sigmoid: columns of a tile; fewer need less memory
+    config.loss.label_smoothing = 0.0  # contrastive, but not disco
 
     config.data = ConfigDict()
     config.data.source = "tars"  # "tars", "tfds" or "scenes" (generated)
@@ -107,9 +113,8 @@ def default_config() -> ConfigDict:
 def smoke_config(config: ConfigDict) -> ConfigDict:
     """3 steps of the same kind of run, small enough for any CPU: tiny model, generated scenes, 2 simulated devices."""
     config = config.copy_and_resolve_references()
-    names = [name for name, _ in config.mesh]
+    config.mesh = config.mesh and tuple((name, 2 if i == 0 else 1) for i, (name, _) in enumerate(config.mesh))
     config.update(
-        mesh=tuple((name, 2 if i == 0 else 1) for i, name in enumerate(names)),
         cpu_devices=2,
         batch_size=16,
         total_steps=3,
@@ -124,12 +129,14 @@ def smoke_config(config: ConfigDict) -> ConfigDict:
 
 
 def model_config(config: ConfigDict, vocab_size: int, eot_id: int) -> CLIPConfig:
-    """The preset with the run's image size, patch size, context length and tokenizer."""
+    """The preset with the run's image size, patch size, context length, tokenizer, and scale and bias of the loss."""
     model = preset(config.model.name)
     vision = {key: config.model[key] for key in ("image_size", "patch_size") if config.model[key] is not None}
     text: dict[str, int] = {"vocab_size": vocab_size, "eot_id": eot_id}
     if config.model.context_length is not None:
         text["context_length"] = config.model.context_length
+    if config.loss.name == "sigmoid":  # Zhai et al. 2023 (arXiv 2303.15343), section 3.2
+        model = dataclasses.replace(model, init_logit_scale=math.log(10), init_logit_bias=-10.0)
     return dataclasses.replace(
         model, vision=dataclasses.replace(model.vision, **vision), text=dataclasses.replace(model.text, **text)
     )
@@ -173,12 +180,21 @@ def validate(config: ConfigDict) -> None:
     choices = {
         "on_nonfinite": ("stop", "skip"),
         "model.dtype": ("float32", "bfloat16"),
-        "loss.method": ("disco",),
+        "loss.name": ("contrastive", "sigmoid"),
         "data.source": ("tars", "tfds", "scenes"),
     }
     for name, allowed in choices.items():
         if _get(config, name) not in allowed:
             raise ConfigError(f"config.{name}={_get(config, name)!r} is unknown: use one of {', '.join(allowed)}")
+    loss = config.loss
+    try:
+        check_method(loss.method, loss.chunk, loss.label_smoothing)
+    except ValueError as error:
+        raise ConfigError(f"config.loss: {error}") from None
+    if loss.name == "sigmoid" and (loss.method != "chunked" or loss.label_smoothing):
+        raise ConfigError(
+            "config.loss: method and label_smoothing are for the contrastive loss: leave them for sigmoid"
+        )
     warmup, total = config.optimizer.warmup_steps, config.total_steps
     if warmup >= total:
         raise ConfigError(
@@ -193,8 +209,12 @@ def validate(config: ConfigDict) -> None:
         raise ConfigError("config.data.train is empty: give the data, e.g. --config.data.train='shards/{000..009}.tar'")
     if config.data.source == "tfds" and config.data.tfds_name is None:
         raise ConfigError("config.data.tfds_name is not set: give 'name:version' or the folder of a prepared dataset")
-    if not all(len(axis) == 2 and isinstance(axis[0], str) and isinstance(axis[1], int) for axis in config.mesh):
-        raise ConfigError(f"config.mesh={config.mesh} must be pairs of a name and a size: (('data', 8),)")
+    mesh = config.mesh or ()
+    if not all(len(axis) == 2 and isinstance(axis[0], str) and isinstance(axis[1], int) for axis in mesh):
+        raise ConfigError(f"config.mesh={config.mesh} must be pairs of a name and a size: (('rows', 8),)")
+    for axis, _ in mesh:
+        if axis not in ("data", "rows", "cols"):
+            raise ConfigError(f"config.mesh has an axis {axis!r}: use 'rows' (or 'data') and 'cols'")
     for template in config.eval.templates:
         if "{}" not in template:
             raise ConfigError(f"config.eval.templates: {template!r} has no {{}} for the class name")

@@ -128,7 +128,7 @@ def _run_steps(
             setup.optimizer,
             make_schedule(config.optimizer, config.total_steps),
             mesh=setup.mesh,
-            method=config.loss.method,
+            loss=config.loss,
             skip_nonfinite=config.on_nonfinite == "skip",
         ),
         setup.abstract_state,

@@ -69,7 +69,7 @@ def _prepare(config: ConfigDict, workdir: Path) -> Setup:
     if config.cpu_devices is not None:
         mesh_lib.simulate_cpu_devices(config.cpu_devices)
     mesh_lib.initialize_processes(**config.distributed.to_dict())
-    mesh = mesh_lib.make_mesh(config.mesh)
+    mesh = mesh_lib.make_mesh(config.mesh or mesh_lib.default_axes())
     for name, size in (("batch_size", config.batch_size), ("eval.batch_size", config.eval.batch_size)):
         if size % mesh.size:
             raise ConfigError(

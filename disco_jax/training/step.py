@@ -12,8 +12,9 @@ from absl import logging
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree, UInt8
+from ml_collections import ConfigDict
 
-from disco_jax.losses import contrastive_loss
+from disco_jax.losses import contrastive_loss, sigmoid_loss
 from disco_jax.mesh import batch_sharding, replicated
 from disco_jax.models import CLIP, CLIPConfig
 
@@ -57,54 +58,69 @@ def make_graphdef(model: CLIPConfig, dtype: DTypeLike, *, remat: bool = False) -
     return nnx.graphdef(nnx.eval_shape(lambda: CLIP(model, dtype=dtype, remat=remat, rngs=nnx.Rngs(0))))
 
 
+def batch_loss(
+    clip: CLIP, images: UInt8[Array, "B H W 3"], tokens: Int[Array, "B L"], mesh: jax.sharding.Mesh, loss: ConfigDict
+) -> Float[Array, ""]:
+    """The loss that `loss`, as `config.loss` of `default_config`, asks for, of a batch over all axes of `mesh`."""
+    image_features, text_features = clip.encode_image(images), clip.encode_text(tokens)
+    image_features = l2_normalize(image_features).astype(image_features.dtype)
+    text_features = l2_normalize(text_features).astype(text_features.dtype)
+    scale = jnp.exp(clip.logit_scale[...])
+    cols = tuple(axis for axis in mesh.axis_names if axis == "cols" and loss.method != "disco")
+    rows = tuple(axis for axis in mesh.axis_names if axis not in cols)
+    division: dict[str, Any] = {"mesh": mesh, "rows": rows, "cols": cols, "chunk": loss.chunk}
+    if clip.logit_bias is not None:
+        bias = clip.logit_bias[...]
+        value: Any = sigmoid_loss(image_features, text_features, scale, bias, **division)
+    else:
+        options = {"method": loss.method, "label_smoothing": loss.label_smoothing}
+        value = contrastive_loss(image_features, text_features, scale, **options, **division)
+    return value
+
+
 def make_train_step(
     graphdef: nnx.GraphDef[CLIP],
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     *,
     mesh: jax.sharding.Mesh,
-    method: str = "disco",
+    loss: ConfigDict,
     skip_nonfinite: bool = False,
 ) -> StepFunction:
     """One update on a global batch sharded over all axes of `mesh`.
 
-    The returned function gives the new state and float32 scalars: `loss`, `grad_norm` (before clipping),
-    `learning_rate` (of this update: `schedule` of the step) and `logit_scale` (the multiplier after it). With
-    `skip_nonfinite` an update whose loss or gradient is NaN or inf leaves parameters and optimizer as they were.
+    The returned function gives the new state and float32 scalars: `loss` (the one that `config.loss` of
+    `default_config` describes, given here), `grad_norm` (before clipping), `learning_rate` (of this update: `schedule`
+    of the step), and, as they are after the update, `logit_scale` (the multiplier) and `logit_bias` (where there is
+    one). With `skip_nonfinite` an update whose loss or gradient is NaN or inf leaves parameters and optimizer as they
+    were.
     """
 
     def step(
         state: TrainState, images: UInt8[Array, "B H W 3"], tokens: Int[Array, "B L"]
     ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
         def loss_fn(params: PyTree) -> Float[Array, ""]:
-            clip = nnx.merge(graphdef, params)
-            image_features, text_features = clip.encode_image(images), clip.encode_text(tokens)
-            return contrastive_loss(
-                l2_normalize(image_features).astype(image_features.dtype),
-                l2_normalize(text_features).astype(text_features.dtype),
-                jnp.exp(clip.logit_scale[...]),
-                mesh=mesh,
-                rows=mesh.axis_names,
-                method=method,
-            )
+            return batch_loss(nnx.merge(graphdef, params), images, tokens, mesh, loss)
 
-        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        value, grads = jax.value_and_grad(loss_fn)(state.params)
         grad_norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
         params = optax.apply_updates(state.params, optax.tree.scale(learning_rate, updates))
         params["logit_scale"][...] = jnp.clip(params["logit_scale"][...], 0.0, math.log(MAX_LOGIT_SCALE))
         if skip_nonfinite:
-            finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+            finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
             params, opt_state = jax.tree.map(
                 lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
             )
         metrics = {
-            "loss": loss,
+            "loss": value,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
             "logit_scale": jnp.exp(params["logit_scale"][...]),
         }
+        if "logit_bias" in params:
+            metrics["logit_bias"] = params["logit_bias"][...]
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return step

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def test_every_config_is_valid_and_starts_with_its_command(path):
     ("name", "value", "message"),
     [
         ("seed", -1, "config.seed=-1"),
-        ("mesh", (("data", "8"),), r"pairs of a name and a size: \(\('data', 8\),\)"),
+        ("mesh", (("data", "8"),), r"pairs of a name and a size: \(\('rows', 8\),\)"),
+        ("mesh", (("model", 8),), "config.mesh has an axis 'model': use 'rows'"),
         ("data.source", "tfds", "config.data.tfds_name is not set"),
         ("eval.templates", ("a photo",), r"'a photo' has no \{\}"),
         ("batch_size", 0, "config.batch_size=0 must be at least 1"),
@@ -57,7 +59,10 @@ def test_every_config_is_valid_and_starts_with_its_command(path):
         ("data.train", "", "config.data.train is empty"),
         ("data.crop_scale", (0.9, 1.2), "crop_scale"),
         ("data.crop_ratio", (2.0, 1.0), "crop_ratio"),
-        ("loss.method", "ring", "use one of disco"),
+        ("loss.method", "ring", "config.loss: loss method 'ring' is unknown: use one of chunked, block, disco"),
+        ("loss.name", "siglip", "use one of contrastive, sigmoid"),
+        ("loss.chunk", 0, "config.loss: chunk=0 must be at least 1"),
+        ("loss.label_smoothing", 1.5, r"config.loss: label_smoothing=1.5 must lie in \[0, 1\]"),
         ("model.name", "ViT-B-23", "ViT-B-32"),
         ("model.dtype", "float16", "bfloat16"),
         ("on_nonfinite", "ignore", "stop, skip"),
@@ -105,6 +110,25 @@ def test_differences_name_what_changes_the_numbers():
     old, new = (json.loads(config.to_json()) for config in (old, new))
     assert differences(old, new) == ["config.data.crop_scale: [0.9, 1.0] -> [0.5, 1.0]", "config.seed: 0 -> 1"]
     assert differences(old, old) == []
+
+
+@pytest.mark.parametrize("changes", [{"method": "disco"}, {"label_smoothing": 0.1}])
+def test_settings_of_another_loss_are_refused(changes):
+    config = with_data(**{"loss.name": "sigmoid"})
+    config.loss.update(changes)
+    with pytest.raises(ConfigError, match=r"method and label_smoothing are for the contrastive loss"):
+        validate(config)
+
+
+@pytest.mark.parametrize("mesh, smoke", [(None, None), ((("cols", 8), ("rows", 8)), (("cols", 2), ("rows", 1)))])
+def test_smoke_keeps_the_axes_of_the_mesh(mesh, smoke):
+    assert smoke_config(with_data(mesh=mesh)).mesh == smoke
+
+
+def test_the_sigmoid_loss_starts_as_siglip():
+    config = with_data(**{"model.name": "tiny", "loss.name": "sigmoid"})
+    model = model_config(config, vocab_size=100, eot_id=99)
+    assert (model.init_logit_scale, model.init_logit_bias) == (math.log(10), -10)
 
 
 def test_model_config_takes_sizes_of_the_run_and_the_tokenizer():

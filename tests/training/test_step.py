@@ -1,6 +1,8 @@
 """The step on 8 devices against plain formulas on one."""
 
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from disco_jax.losses import dense_contrastive_loss
+from disco_jax.losses import dense_contrastive_loss, dense_sigmoid_loss
 from disco_jax.mesh import batch_sharding, make_mesh, replicated
 from disco_jax.models import CLIPConfig, TextConfig, VisionConfig
 from disco_jax.training.config import default_config
@@ -36,14 +38,19 @@ def batch(seed):
     return rng.integers(0, 256, (B, 8, 8, 3), np.uint8), tokens.astype(np.int32)
 
 
-def run(devices, batches, *, skip_nonfinite=False, remat=False, change=lambda params: None):
-    mesh = make_mesh((("data", devices),))
+def run(
+    devices, batches, *, cols=1, model=MODEL, loss=None, skip_nonfinite=False, remat=False, change=lambda params: None
+):
+    """`loss`: changes to config.loss."""
+    mesh = make_mesh([("cols", cols), ("rows", devices // cols)])
+    config = default_config()
+    config.loss.update(loss or {})
     optimizer, schedule = make_optimizer(settings()), make_schedule(settings(), 10)
-    state = fast_jit(make_init(MODEL, optimizer, seed=0), out_shardings=replicated(mesh))()
+    state = fast_jit(make_init(model, optimizer, seed=0), out_shardings=replicated(mesh))()
     change(state.params)
-    graphdef = make_graphdef(MODEL, jnp.float32, remat=remat)
-    step = make_train_step(graphdef, optimizer, schedule, mesh=mesh, skip_nonfinite=skip_nonfinite)
-    compiled = compile_step(step, state, MODEL, B, mesh)
+    graphdef = make_graphdef(model, jnp.float32, remat=remat)
+    step = make_train_step(graphdef, optimizer, schedule, mesh=mesh, loss=config.loss, skip_nonfinite=skip_nonfinite)
+    compiled = compile_step(step, state, model, B, mesh)
     history = []
     for arrays in batches:
         state, metrics = compiled(state, *(jax.device_put(array, batch_sharding(mesh)) for array in arrays))
@@ -94,6 +101,39 @@ def test_the_number_of_devices_changes_nothing(three_steps, devices):
     _, other = run(devices, batches)
     for a, b in zip(history, other, strict=True):
         np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("cols", "loss"),
+    [(2, {}), (2, {"method": "block"}), (1, {"method": "disco"}), (2, {"method": "disco"}), (1, {"chunk": 8})],
+)
+def test_no_form_of_the_loss_changes_a_number(three_steps, cols, loss):
+    batches, (_, history) = three_steps
+    _, (metrics,) = run(8, batches[:1], cols=cols, loss=loss)
+    np.testing.assert_allclose(metrics["loss"], history[0]["loss"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], history[0]["grad_norm"], rtol=1e-5)
+
+
+def test_label_smoothing_reaches_the_loss(three_steps):
+    batches, (_, history) = three_steps
+    _, (metrics,) = run(2, batches[:1], loss={"label_smoothing": 0.1})
+    assert metrics["loss"] != pytest.approx(float(history[0]["loss"]), rel=1e-3)
+
+
+def test_sigmoid_starts_and_trains_its_scale_and_bias():
+    model = dataclasses.replace(MODEL, init_logit_scale=math.log(10), init_logit_bias=-10.0)
+    batches = [batch(seed) for seed in range(3)]
+    state, history = run(8, batches, cols=2, model=model, loss={"name": "sigmoid"})
+
+    params = fast_jit(make_init(model, make_optimizer(settings()), seed=0))().params
+    clip = nnx.merge(make_graphdef(model, jnp.float32), params)
+    features = [
+        encode(jnp.asarray(x)) for encode, x in zip((clip.encode_image, clip.encode_text), batches[0], strict=True)
+    ]
+    expected = dense_sigmoid_loss(*map(l2_normalize, features), jnp.float32(10), jnp.float32(-10))
+    np.testing.assert_allclose(history[0]["loss"], expected, rtol=1e-5)
+    assert [float(history[0][name]) for name in ("logit_scale", "logit_bias")] == pytest.approx([10, -10])
+    assert float(state.params["logit_bias"][...]) == history[2]["logit_bias"] != -10
 
 
 def test_learning_rate_warms_up_and_follows_a_cosine(three_steps):
