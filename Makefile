@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-modes test-all check format
+.PHONY: demo test test-modes test-plan test-all check format
 
 demo: $(VENV)/installed
 	$(BIN)/python -m disco_jax.data.scenes runs/demo/data
@@ -16,6 +16,10 @@ test: $(VENV)/installed-dev
 test-modes: $(VENV)/installed-dev
 	JAX_CUSTOM_VJP3=1 $(BIN)/python -m pytest tests/losses
 	NNX_GRAPH_MODE=false NNX_GRAPH_UPDATES=false $(BIN)/python -m pytest tests/models tests/training/test_step.py
+
+# Memory on GPUs that are not there. Their plug-in lies apart: in .venv it would complain, at every start, of no GPU.
+test-plan: $(VENV)/installed-plan
+	PYTHONPATH=$(VENV)/plan $(BIN)/python -m pytest tests/losses/test_gpu_memory.py tests/benchmarks
 
 # Both supported Pythons; give their paths where they are not on PATH.
 PYTHON311 ?= python3.11
@@ -32,6 +36,11 @@ check: $(VENV)/installed-dev
 format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+$(VENV)/installed-plan: $(VENV)/installed-dev
+	$(BIN)/pip install --quiet --upgrade --no-deps --target $(VENV)/plan \
+		$$($(BIN)/python -c 'import jax; print("jax-cuda12-plugin=={0} jax-cuda12-pjrt=={0}".format(jax.__version__))')
+	touch $@
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "disco-jax needs Python 3.11 or newer: make PYTHON=...")'

@@ -10,6 +10,7 @@ from reference import rectangle
 
 from disco_jax.hlo import ARRAY, read_program
 from disco_jax.losses import contrastive_loss, sigmoid_loss
+from docs.draw_loss import received, received_disco
 
 B, D, N = 256, 16, 8
 b = B // N
@@ -76,15 +77,7 @@ SCALARS = 2 * 2 * 4  # bytes of the all-reduces of the loss and of the scale's g
 def test_what_travels(settings, mesh):
     """Exactly what docs/loss.md says: one collective more, or one that sends more, fails here."""
     r, c = rectangle(mesh)["mesh"].devices.shape
-    walks = 1 if "method" in settings else 2  # of the texts: the block needs them once, a second walk again
-    feature, number = 4 * D, 4
-    texts = walks * (feature + number)  # gathered with their labels
-    text_statistics = number + number  # log-sum-exp, home and back
-    images = feature + number  # once: XLA shares the gathering of both walks
-    image_statistics = number + number + number  # log-sum-exp, home and back; target sum, home
-    gradients = feature
-    expected = b * (r - 1) * (texts + text_statistics + gradients)
-    expected += b * (c - 1) * (images + image_statistics + gradients)
+    expected = received(B, D, r, c, width=4, walks=1 if "method" in settings else 2)
     program = read_program(compiled(mesh, dtype=jnp.float32, **settings))
     assert {x.kind for x in program.collectives} == {"all-gather", "all-to-all", "reduce-scatter", "all-reduce"}
     assert expected <= program.bytes_moved <= expected + SCALARS
@@ -94,5 +87,5 @@ def test_what_travels_for_disco():
     """Both features gathered; of both the gradients of all B summed, which each device sends and receives."""
     program = read_program(compiled("8", method="disco", dtype=jnp.float32))
     assert {x.kind for x in program.collectives} == {"all-gather", "all-reduce"}
-    expected = b * (N - 1) * (2 + 2 * 2) * 4 * D
+    expected = received_disco(B, D, N, width=4)
     assert expected <= program.bytes_moved <= expected + SCALARS
