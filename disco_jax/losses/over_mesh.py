@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from disco_jax.losses.walk import Axes
@@ -30,4 +30,9 @@ def over_mesh(
     mapped = jax.shard_map(
         on_device, mesh=mesh, in_specs=(per_row, PartitionSpec(), per_row), out_specs=PartitionSpec()
     )
+    explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
+    if explicit:  # as jax.make_mesh has them by default: along these, shard_map moves no array unasked
+        rows = PartitionSpec(tuple(axis for axis in axes if axis in explicit))
+        features, labels = jax.sharding.reshard((features, labels), NamedSharding(mesh, rows))
+        scalars = jax.sharding.reshard(scalars, NamedSharding(mesh, PartitionSpec()))
     return mapped(features, scalars, labels)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from reference import MESHES, assert_equal, features, rectangle, relative_errors
 
 from disco_jax.losses import (
@@ -162,6 +162,22 @@ def test_without_jit_on_unplaced_and_on_placed_features():
     expected = dense_contrastive_loss(images, texts, *scalars(SCALE))
     for pair in ((images, texts), jax.device_put((images, texts), batch_sharding(division["mesh"]))):
         np.testing.assert_allclose(contrastive_loss(*pair, *scalars(SCALE), **division), expected, rtol=1e-12)
+
+
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+
+
+@pytest.mark.parametrize("types", [(EXPLICIT, EXPLICIT), (EXPLICIT, AUTO), (AUTO, EXPLICIT)])
+def test_meshes_whose_axes_are_explicit(types):
+    """As jax.make_mesh makes them by default; on one device, or divided otherwise, features are moved all the same."""
+    mesh = jax.make_mesh((2, 4), ("rows", "cols"), axis_types=types)
+    args = (*features(24), *scalars(SCALE))
+    labels = jnp.arange(24) // 3
+    given = {"mesh": mesh, "rows": "rows", "cols": "cols", "labels": labels}
+    assert_equal(contrastive_loss, dense_contrastive_loss, args, dense_settings={"labels": labels}, **given)
+    placed = jax.device_put(args[0], NamedSharding(mesh, PartitionSpec(None, "rows")))
+    expected = dense_contrastive_loss(*args, labels=labels)
+    np.testing.assert_allclose(contrastive_loss(placed, *args[1:], **given), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("where_the_gradient_is_taken", ["outside", "inside"])
