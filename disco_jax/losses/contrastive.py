@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from disco_jax.losses import checks
 from disco_jax.losses.disco import disco_loss
 from disco_jax.losses.in_batch import InBatchMetrics
-from disco_jax.losses.labels import labels_and_counts
+from disco_jax.losses.labels import label_pairs
 from disco_jax.losses.over_mesh import over_mesh
 from disco_jax.losses.softmax import Settings, softmax_loss
 from disco_jax.losses.walk import Axes, Rectangle, accumulator, axis_size, vary, varying_axes
@@ -130,6 +130,7 @@ def local_contrastive_loss(
         label_smoothing=label_smoothing,
         return_metrics=return_metrics,
     )
-    share = softmax_loss(image_features, text_features, scale, *labels_and_counts(labels, b, axes), settings)
+    pairs = label_pairs(image_features, text_features, labels, axes)
+    share = softmax_loss(pairs, scale, settings)
     whole: Any = jax.lax.psum(share, axes) if axes else share
     return whole if return_metrics else whole[0]

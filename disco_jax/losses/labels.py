@@ -2,22 +2,26 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from disco_jax.losses.walk import Axes, gather, vary
+from disco_jax.losses.walk import Axes, Pairs, gather, vary
 
 
-def labels_and_counts(labels: Int[Array, " b"] | None, b: int, axes: Axes) -> tuple[Int[Array, " b"], Int[Array, " b"]]:
-    """The labels of a device's own b pairs, and how many pairs of the whole batch have each of them.
+def label_pairs(
+    images: Float[Array, "b D"], texts: Float[Array, "b D"], labels: Int[Array, " b"] | None, axes: Axes
+) -> Pairs:
+    """A device's own pairs with their labels, where there are none their places in the batch, and their positives.
 
     Args:
-        labels: as the user gave them; None: a pair's place in the batch.
-        b: pairs on a device.
+        images: this device's own.
+        texts: theirs.
+        labels: as the user gave them.
         axes: mesh axes that divide the batch.
     """
     if labels is None:
+        b = len(images)
         first = jax.lax.axis_index(axes) * b if axes else 0
-        return first + jnp.arange(b, dtype=jnp.int32), vary(jnp.ones(b, jnp.int32), axes)
+        return Pairs(images, texts, first + jnp.arange(b, dtype=jnp.int32), vary(jnp.ones(b, jnp.int32), axes))
     everybodys = jnp.sort(gather(labels, axes))
     first, last = (jnp.searchsorted(everybodys, labels, side=side) for side in ("left", "right"))
-    return labels, last - first
+    return Pairs(images, texts, labels, last - first)

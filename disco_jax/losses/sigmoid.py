@@ -19,16 +19,18 @@ from jaxtyping import Array, Float, Int
 
 from disco_jax.losses import checks, in_batch
 from disco_jax.losses.in_batch import InBatchMetrics
-from disco_jax.losses.labels import labels_and_counts
+from disco_jax.losses.labels import label_pairs
 from disco_jax.losses.over_mesh import over_mesh
 from disco_jax.losses.softmax import Share
 from disco_jax.losses.walk import (
+    NO_GRADIENT,
     Axes,
+    Pairs,
     Rectangle,
     Tile,
     accumulator,
     axis_size,
-    gather,
+    gather_rows,
     matmul,
     scatter,
     vary,
@@ -98,7 +100,8 @@ def local_sigmoid_loss(
     # Typed as different on each device, scale and bias get the sum of all devices' gradients.
     scalars = (vary(jnp.asarray(x, dtype), varying_axes(image_features)) for x in (logit_scale, logit_bias))
     settings = _Settings(Rectangle(rows, cols, chunk), b * axis_size(axes), image_features.dtype, return_metrics)
-    share = _sigmoid_loss(image_features, text_features, *scalars, *labels_and_counts(labels, b, axes), settings)
+    pairs = label_pairs(image_features, text_features, labels, axes)
+    share = _sigmoid_loss(pairs, *scalars, settings)
     whole: Any = jax.lax.psum(share, axes) if axes else share
     return whole if return_metrics else whole[0]
 
@@ -120,35 +123,19 @@ class _Gradients(NamedTuple):
     bias: Float[Array, " R"]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _sigmoid_loss(
-    images: Float[Array, "b D"],
-    texts: Float[Array, "b D"],
-    scale: Float[Array, ""],
-    bias: Float[Array, ""],
-    labels: Int[Array, " b"],
-    positives: Int[Array, " b"],
-    settings: _Settings,
-) -> Share:
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _sigmoid_loss(pairs: Pairs, scale: Float[Array, ""], bias: Float[Array, ""], settings: _Settings) -> Share:
     """This device's share of the loss, and of the metrics where they are wanted."""
-    share, _, _ = _walk(images, texts, scale, bias, labels, positives, settings, gradients=False)
+    share, _, _ = _walk(pairs, scale, bias, settings, gradients=False)
     return share
 
 
 def _walk(
-    images: Float[Array, "b D"],
-    texts: Float[Array, "b D"],
-    scale: Float[Array, ""],
-    bias: Float[Array, ""],
-    labels: Int[Array, " b"],
-    positives: Int[Array, " b"],
-    settings: _Settings,
-    *,
-    gradients: bool,
+    pairs: Pairs, scale: Float[Array, ""], bias: Float[Array, ""], settings: _Settings, *, gradients: bool
 ) -> tuple[Share, _Gradients | None, Float[Array, "b D"] | None]:
     rectangle, B = settings.rectangle, settings.B
-    block_images, row_labels, row_positives = (gather(x, rectangle.cols) for x in (images, labels, positives))
-    R, dtype = len(block_images), accumulator(images)
+    rows = gather_rows(pairs, rectangle)
+    R, dtype = len(rows.images), accumulator(pairs.images)
 
     def visit(carry: Any, tile: Tile, _: None) -> tuple[Any, Any]:
         losses, sums, statistics = carry
@@ -164,42 +151,36 @@ def _walk(
                 sums.scale + jnp.sum(errors * tile.similarities, axis=1),
                 sums.bias + jnp.sum(errors, axis=1),
             )
-            text_sums = scatter(matmul(narrow.T, block_images), rectangle.rows)
+            text_sums = scatter(matmul(narrow.T, rows.images), rectangle.rows)
         if statistics is not None:
             statistics, extremes = in_batch.add_tile(statistics, tile, rectangle)
         return (losses, sums, statistics), (text_sums, extremes)
 
     zeros = jnp.zeros(R, dtype)
-    sums = _Gradients(jnp.zeros(block_images.shape, dtype), zeros, zeros) if gradients else None
+    sums = _Gradients(jnp.zeros(rows.images.shape, dtype), zeros, zeros) if gradients else None
     statistics = in_batch.first_statistics(R, dtype) if settings.return_metrics else None
     (losses, sums, statistics), (text_sums, extremes), _ = walk(
-        visit, (zeros, sums, statistics), block_images, texts, (row_labels, labels), None, rectangle
+        visit, (zeros, sums, statistics), rows, pairs, None, rectangle
     )
-    metrics = statistics and in_batch.own_share(statistics, extremes, row_positives, rectangle, B)
+    metrics = statistics and in_batch.own_share(statistics, extremes, rows.positives, rectangle, B)
     return (jnp.sum(losses) / B, metrics), sums, text_sums
 
 
 def _forward(
-    images: Float[Array, "b D"],
-    texts: Float[Array, "b D"],
-    scale: Float[Array, ""],
-    bias: Float[Array, ""],
-    labels: Int[Array, " b"],
-    positives: Int[Array, " b"],
-    settings: _Settings,
+    pairs: Pairs, scale: Float[Array, ""], bias: Float[Array, ""], settings: _Settings
 ) -> tuple[Share, tuple[Array, ...]]:
-    share, sums, text_sums = _walk(images, texts, scale, bias, labels, positives, settings, gradients=True)
+    share, sums, text_sums = _walk(pairs, scale, bias, settings, gradients=True)
     assert sums is not None and text_sums is not None
     image_sums = scatter(sums.images, settings.rectangle.cols)
     # Kept in float32: the cotangent, which may lift a float16 gradient out of underflow, is still to come.
     return share, (scale, image_sums, text_sums, jnp.sum(sums.scale), jnp.sum(sums.bias))
 
 
-def _backward(settings: _Settings, saved: tuple[Array, ...], cotangents: Share) -> tuple[Array | None, ...]:
+def _backward(settings: _Settings, saved: tuple[Array, ...], cotangents: Share) -> tuple[Pairs, Array, Array]:
     scale, image_sums, text_sums, scale_sum, bias_sum = saved
     factor = cotangents[0] / settings.B
     image_gradient, text_gradient = ((factor * scale * x).astype(settings.dtype) for x in (image_sums, text_sums))
-    return image_gradient, text_gradient, factor * scale_sum, factor * bias_sum, None, None
+    return Pairs(image_gradient, text_gradient, NO_GRADIENT, NO_GRADIENT), factor * scale_sum, factor * bias_sum
 
 
 _sigmoid_loss.defvjp(_forward, _backward)

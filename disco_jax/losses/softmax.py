@@ -20,7 +20,19 @@ from jaxtyping import Array, Float, Int
 
 from disco_jax.losses import in_batch
 from disco_jax.losses.in_batch import InBatchMetrics
-from disco_jax.losses.walk import Rectangle, Tile, accumulator, exchange, gather, matmul, scatter, walk
+from disco_jax.losses.walk import (
+    NO_GRADIENT,
+    Pairs,
+    Rectangle,
+    Tile,
+    accumulator,
+    exchange,
+    gather,
+    gather_rows,
+    matmul,
+    scatter,
+    walk,
+)
 
 
 class Settings(NamedTuple):
@@ -43,11 +55,8 @@ class RunningLse(NamedTuple):
 class Saved(NamedTuple):
     """For the backward rule; lse: of this device's own images and texts; block: its similarities where kept."""
 
-    images: Float[Array, "b D"]
-    texts: Float[Array, "b D"]
+    pairs: Pairs
     scale: Float[Array, ""]
-    labels: Int[Array, " b"]
-    positives: Int[Array, " b"]
     row_lse: Float[Array, " b"]
     col_lse: Float[Array, " b"]
     block: Float[Array, "k R C"] | None
@@ -57,45 +66,28 @@ class Saved(NamedTuple):
 Share: TypeAlias = tuple[Float[Array, ""], InBatchMetrics | None]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def softmax_loss(
-    images: Float[Array, "b D"],
-    texts: Float[Array, "b D"],
-    scale: Float[Array, ""],
-    labels: Int[Array, " b"],
-    positives: Int[Array, " b"],
-    settings: Settings,
-) -> Share:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def softmax_loss(pairs: Pairs, scale: Float[Array, ""], settings: Settings) -> Share:
     """This device's share of the loss, and of the metrics where they are wanted: the sums over devices are the whole.
 
     Args:
-        images: this device's own, L2-normalised, any float type.
-        texts: their texts.
+        pairs: this device's own; features L2-normalised, of any float type.
         scale: the multiplier s, in the type of the statistics.
-        labels: pairs with equal labels are each other's positives.
-        positives: how many pairs of the batch have this label.
         settings: what is fixed.
     """
-    return _forward(images, texts, scale, labels, positives, settings)[0]
+    return _forward(pairs, scale, settings)[0]
 
 
-def _forward(
-    images: Float[Array, "b D"],
-    texts: Float[Array, "b D"],
-    scale: Float[Array, ""],
-    labels: Int[Array, " b"],
-    positives: Int[Array, " b"],
-    settings: Settings,
-) -> tuple[Share, Saved]:
+def _forward(pairs: Pairs, scale: Float[Array, ""], settings: Settings) -> tuple[Share, Saved]:
     rectangle, B = settings.rectangle, settings.B
-    block_images, row_labels, row_positives = (gather(x, rectangle.cols) for x in (images, labels, positives))
-    R, dtype = len(block_images), accumulator(images)
+    rows = gather_rows(pairs, rectangle)
+    R, dtype = len(rows.images), accumulator(pairs.images)
 
     def visit(carry: Any, tile: Tile, _: None) -> tuple[Any, Any]:
         lse, target_sum, statistics = carry
         logits = tile.masked(scale * tile.similarities, -jnp.inf)
         lse = _add_terms(lse, logits)
-        target_sum += jnp.sum(_targets(tile, row_positives, settings) * tile.similarities, axis=1)
+        target_sum += jnp.sum(_targets(tile, rows.positives, settings) * tile.similarities, axis=1)
         # A column is whole with this tile: over the images of this block, then over the blocks of the other devices.
         col_lse = logsumexp(exchange(logsumexp(logits, axis=0), rectangle.rows), axis=0)
         extremes = None
@@ -106,46 +98,40 @@ def _forward(
     zeros = jnp.zeros(R, dtype)
     statistics = in_batch.first_statistics(R, dtype) if settings.return_metrics else None
     carry = RunningLse(jnp.full(R, -jnp.inf, dtype), zeros), zeros, statistics
-    carry, (col_lse, extremes), block = walk(
-        visit, carry, block_images, texts, (row_labels, labels), None, rectangle, keep_block=settings.keep_block
-    )
+    carry, (col_lse, extremes), block = walk(visit, carry, rows, pairs, None, rectangle, keep_block=settings.keep_block)
     lse, target_sum, statistics = carry
     # A row is whole over the blocks of the devices of `cols`; (b,), for this device's own images.
     row_lse = logsumexp(exchange(lse.largest + jnp.log(lse.sum), rectangle.cols), axis=0)
     target = scale * exchange(target_sum, rectangle.cols).sum(axis=0)
 
     loss = jnp.sum(row_lse + col_lse - 2 * target) / (2 * B)  # (2.1)
-    metrics = statistics and in_batch.own_share(statistics, extremes, row_positives, rectangle, B)
-    return (loss, metrics), Saved(images, texts, scale, labels, positives, row_lse, col_lse, block)
+    metrics = statistics and in_batch.own_share(statistics, extremes, rows.positives, rectangle, B)
+    return (loss, metrics), Saved(pairs, scale, row_lse, col_lse, block)
 
 
-def _backward(settings: Settings, saved: Saved, cotangents: Share) -> tuple[Array | None, ...]:
-    images, texts, scale, labels, positives, row_lse, col_lse, block = saved
+def _backward(settings: Settings, saved: Saved, cotangents: Share) -> tuple[Pairs, Array]:
+    pairs, scale, row_lse, col_lse, block = saved
     rectangle, cotangent = settings.rectangle, cotangents[0]
     factor = cotangent / (2 * settings.B)
-    block_images, row_labels, row_positives, row_lse = (
-        gather(x, rectangle.cols) for x in (images, labels, positives, row_lse)
-    )
+    rows, row_lse = gather_rows(pairs, rectangle), gather(row_lse, rectangle.cols)
+    dtype, narrow = accumulator(pairs.images), pairs.images.dtype
 
     def visit(carry: Any, tile: Tile, col_lse: Float[Array, " C"]) -> tuple[Any, Any]:
         image_sums, scale_sums = carry
         logits = scale * tile.similarities
         errors = jnp.exp(logits - row_lse[:, None]) + jnp.exp(logits - col_lse[None, :])
-        errors = tile.masked(errors - 2 * _targets(tile, row_positives, settings), 0.0)  # (2.2)
+        errors = tile.masked(errors - 2 * _targets(tile, rows.positives, settings), 0.0)  # (2.2)
         scale_sums += jnp.sum(errors * tile.similarities, axis=1)
-        errors = errors.astype(images.dtype)
+        errors = errors.astype(narrow)
         image_sums += matmul(errors, tile.texts)  # (2.3); 1/(2B) comes last, in float32: no underflow
-        text_sums = scatter(matmul(errors.T, block_images), rectangle.rows)
-        return (image_sums, scale_sums), (factor * scale * text_sums).astype(texts.dtype)
+        text_sums = scatter(matmul(errors.T, rows.images), rectangle.rows)
+        return (image_sums, scale_sums), (factor * scale * text_sums).astype(narrow)
 
-    dtype = accumulator(images)
-    carry = jnp.zeros(block_images.shape, dtype), jnp.zeros(len(block_images), dtype)
-    carry, text_gradient, _ = walk(
-        visit, carry, block_images, texts, (row_labels, labels), col_lse, rectangle, block=block
-    )
+    carry = jnp.zeros(rows.images.shape, dtype), jnp.zeros(len(rows.images), dtype)
+    carry, text_gradient, _ = walk(visit, carry, rows, pairs, col_lse, rectangle, block=block)
     image_sums, scale_sums = carry
-    image_gradient = factor * scale * scatter(image_sums, rectangle.cols)
-    return image_gradient.astype(images.dtype), text_gradient, factor * jnp.sum(scale_sums), None, None
+    image_gradient = (factor * scale * scatter(image_sums, rectangle.cols)).astype(narrow)
+    return Pairs(image_gradient, text_gradient, NO_GRADIENT, NO_GRADIENT), factor * jnp.sum(scale_sums)
 
 
 softmax_loss.defvjp(_forward, _backward)

@@ -37,6 +37,26 @@ class Rectangle(NamedTuple):
     chunk: int | None = None
 
 
+class Pairs(NamedTuple):
+    """A device's own b pairs. Those of equal labels are positives of each other, `positives` of them in the batch."""
+
+    images: Float[Array, "b D"]
+    texts: Float[Array, "b D"]
+    labels: Int[Array, " b"]
+    positives: Int[Array, " b"]
+
+
+NO_GRADIENT: Any = None  # of the labels and positives, which are integers
+
+
+class Rows(NamedTuple):
+    """What a device's block has of the R images of its row of devices, gathered; as in `Pairs`."""
+
+    images: Float[Array, "R D"]
+    labels: Int[Array, " R"]
+    positives: Int[Array, " R"]
+
+
 class Tile(NamedTuple):
     """Some columns of a device's block: its R images with C = r x c' texts, c' of each device along `rows`.
 
@@ -61,9 +81,8 @@ Visit: TypeAlias = Callable[[Any, Tile, Any], tuple[Any, Any]]
 def walk(
     visit: Visit,
     carry: PyTree,
-    images: Float[Array, "R D"],
-    texts: Float[Array, "b D"],
-    labels: tuple[Int[Array, " R"], Int[Array, " b"]],
+    rows: Rows,
+    pairs: Pairs,
     own: PyTree,
     rectangle: Rectangle,
     *,
@@ -76,9 +95,8 @@ def walk(
         visit: what is done with a tile. What it gives for a step are values of the device's own texts of that step;
             `gather`, `exchange` and `scatter` go between those and all columns of the tile.
         carry: its first state, the same on all devices.
-        images: those of the block's rows, gathered.
-        texts: this device's own.
-        labels: of the block's rows, and of this device's own texts.
+        rows: of `gather_rows`.
+        pairs: this device's own; their texts are walked over.
         own: more values of the device's own texts, [b, ...] each; `visit` is given those of the tile's columns.
         rectangle: the division.
         block: the similarities, where an earlier walk kept them.
@@ -87,9 +105,8 @@ def walk(
     Returns:
         the last carry; the values of this device's own texts, [b, ...]; the similarities or None.
     """
-    b, r = len(texts), axis_size(rectangle.rows)
-    steps, c = tiling(b, len(images), r, rectangle.chunk)
-    row_labels, own_labels = labels
+    b, r = len(pairs.texts), axis_size(rectangle.rows)
+    steps, c = tiling(b, len(rows.images), r, rectangle.chunk)
 
     def step(carry: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
         number, own_chunk, similarities = given
@@ -98,8 +115,8 @@ def walk(
         if steps * c > b:
             valid = jnp.tile(number * c + jnp.arange(c, dtype=jnp.int32) < b, r)
         if similarities is None:
-            similarities = matmul(images, chunk_texts.T)
-        positive = row_labels[:, None] == chunk_labels[None, :]
+            similarities = matmul(rows.images, chunk_texts.T)
+        positive = rows.labels[:, None] == chunk_labels[None, :]
         if valid is not None:
             positive &= valid
         tile = Tile(similarities, positive, chunk_texts, valid)
@@ -110,12 +127,17 @@ def walk(
         padding = [(0, steps * c - b)] + [(0, 0)] * (x.ndim - 1)
         return jnp.pad(x, padding).reshape(steps, c, *x.shape[1:])
 
-    varying = varying_axes(images) | varying_axes(texts)
-    inputs = (jnp.arange(steps, dtype=jnp.int32), jax.tree.map(chunks, (texts, own_labels, own)), block)
+    varying = varying_axes(rows.images) | varying_axes(pairs.texts)
+    inputs = (jnp.arange(steps, dtype=jnp.int32), jax.tree.map(chunks, (pairs.texts, pairs.labels, own)), block)
     carry = jax.tree.map(lambda x: vary(x, varying), carry)
     carry, (results, block) = jax.lax.scan(step, carry, inputs)
     results = jax.tree.map(lambda x: x.reshape(steps * c, *x.shape[2:])[:b], results)
     return carry, results, block
+
+
+def gather_rows(pairs: Pairs, rectangle: Rectangle) -> Rows:
+    """The rows of this device's block, from the devices of its row."""
+    return Rows(*(gather(x, rectangle.cols) for x in (pairs.images, pairs.labels, pairs.positives)))
 
 
 def tiling(b: int, R: int, r: int, chunk: int | None) -> tuple[int, int]:
