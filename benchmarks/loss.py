@@ -88,7 +88,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     all_rows = (len(devices), 1)
     forms = [(x, shape) for x in args.methods for shape in ([all_rows] if x in OVER_ROWS_ONLY else args.meshes)]
-    inputs = None if args.target else make_inputs(args, make_mesh(devices, all_rows))
+    try:
+        inputs = None if args.target else make_inputs(args, make_mesh(devices, all_rows))
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        sys.exit(f"--batch {args.batch}: no memory for the features ({error}): give fewer, or use --target")
     rows, calls = [], []
     for method, shape in forms:
         mesh = make_mesh(devices, shape)

@@ -13,13 +13,13 @@ from disco_jax.losses.in_batch import InBatchMetrics
 from disco_jax.losses.labels import label_pairs
 from disco_jax.losses.over_mesh import over_mesh
 from disco_jax.losses.softmax import Settings, softmax_loss
-from disco_jax.losses.walk import Axes, Rectangle, accumulator, axis_size, vary, varying_axes
+from disco_jax.losses.walk import Axes, Rectangle, accumulator, axis_size, vary_alike
 
 
 def contrastive_loss(
     image_features: Float[Array, "B D"],
     text_features: Float[Array, "B D"],
-    logit_scale: Float[Array, ""],
+    logit_scale: Float[Array, ""] | float,
     *,
     mesh: Mesh,
     rows: str | Axes = "data",
@@ -36,11 +36,13 @@ def contrastive_loss(
     the axes of `rows` and `cols` together, in the mesh's order. Which device has which pairs is of no consequence.
 
     Args:
-        image_features: L2-normalised rows, any float type. Similarities, exponentials and sums are float32 whatever
-            that type (float64 features: float64); gradients come back in it. NaN features give a NaN loss.
+        image_features: L2-normalised rows, bfloat16, float16, float32 or float64. Similarities, exponentials and sums
+            are float32 whatever that type (float64 for float64); gradients come back in it. NaN features give a NaN
+            loss.
         text_features: the same; row i is the caption of image i.
         logit_scale: what the similarities are multiplied by (not its logarithm).
-        mesh: the devices.
+        mesh: the devices, of `disco_jax.mesh.make_mesh` or `jax.make_mesh`. Outside `jax.jit` and `jax.set_mesh`, jax
+            differentiates nothing on a mesh with Explicit axes.
         rows: mesh axis, or axes, along which texts travel between devices.
         cols: mesh axis, or axes, along which images travel; None: none do. N = r x c devices move 2(r + c - 2)
             instead of 2(N - 1) times their own features, for B/r instead of B/N images in memory.
@@ -50,7 +52,8 @@ def contrastive_loss(
         chunk: columns of a tile for "chunked", in all devices of `rows`. Default: so many that a tile has 2^23
             similarities (32 MiB), at least 512. Any number works with any batch; fewer need less memory.
         label_smoothing: share of each target that is spread over all B columns.
-        labels: integers; pairs with equal labels are positives of each other, in equal shares.
+        labels: integers; pairs with equal labels are positives of each other, in equal shares. Number 64-bit ones
+            anew: without jax_enable_x64, jax cuts them to 32 bits, which is refused where it can be seen (not by jit).
         return_metrics: also return how well the batch is told apart.
 
     Returns:
@@ -63,6 +66,7 @@ def contrastive_loss(
     """
     checks.check_features(image_features, text_features, logit_scale=logit_scale)
     checks.check_labels(labels, len(image_features))
+    checks.check_method(method, chunk, label_smoothing)
     rows, cols = checks.axis_names(rows, cols)
     axes = checks.check_mesh(mesh, rows, cols, len(image_features))
     options = {
@@ -82,7 +86,7 @@ def contrastive_loss(
 def local_contrastive_loss(
     image_features: Float[Array, "b D"],
     text_features: Float[Array, "b D"],
-    logit_scale: Float[Array, ""],
+    logit_scale: Float[Array, ""] | float,
     *,
     rows: str | Axes,
     cols: str | Axes | None = None,
@@ -95,8 +99,8 @@ def local_contrastive_loss(
     """The core of `contrastive_loss`, for use inside a `jax.shard_map` of your own: each device gives its own rows.
 
     Args:
-        image_features, text_features: this device's own b pairs; the other arguments are those of `contrastive_loss`.
-            rows=() and no cols is one device, and needs no shard_map.
+        image_features, text_features: this device's own b pairs, both divided over the devices in one order; the
+            other arguments are those of `contrastive_loss`. rows=() and no cols is one device, and needs no shard_map.
 
     Returns:
         what `contrastive_loss` returns, over the batch of all devices along `rows` and `cols`; the same on all.
@@ -115,14 +119,15 @@ def local_contrastive_loss(
             f"rows={rows!r}, cols={cols!r}; use 'chunked' or 'block' for more"
         )
     axes = rows + cols
-    checks.check_inside_shard_map(axes, image_features, text_features, {"logit_scale": logit_scale})
+    features = {"image_features": image_features, "text_features": text_features}
+    checks.check_inside_shard_map(axes, features, {"logit_scale": logit_scale})
 
+    scale = jnp.asarray(logit_scale, accumulator(image_features))
     # Typed as different on each device, the scale gets the sum of all devices' gradients.
-    scale = vary(jnp.asarray(logit_scale, accumulator(image_features)), varying_axes(image_features))
+    images, texts, scale, labels = vary_alike(image_features, text_features, scale, labels)
     if method == "disco":
-        return jax.lax.psum(disco_loss(image_features, text_features, scale, axes), axes)
-    b = len(image_features)
-    B = b * axis_size(axes)
+        return jax.lax.psum(disco_loss(images, texts, scale, axes), axes)
+    B = len(images) * axis_size(axes)
     settings = Settings(
         Rectangle(rows, cols, B if method == "block" else chunk),
         B=B,
@@ -130,7 +135,6 @@ def local_contrastive_loss(
         label_smoothing=label_smoothing,
         return_metrics=return_metrics,
     )
-    pairs = label_pairs(image_features, text_features, labels, axes)
-    share = softmax_loss(pairs, scale, settings)
+    share = softmax_loss(label_pairs(images, texts, labels, axes), scale, settings)
     whole: Any = jax.lax.psum(share, axes) if axes else share
     return whole if return_metrics else whole[0]

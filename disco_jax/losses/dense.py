@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from disco_jax.losses.checks import check_features, check_labels
+from disco_jax.losses.checks import check_features, check_label_smoothing, check_labels
 
 
 def dense_contrastive_loss(
     image_features: Float[Array, "B D"],
     text_features: Float[Array, "B D"],
-    logit_scale: Float[Array, ""],
+    logit_scale: Float[Array, ""] | float,
     *,
     label_smoothing: float = 0.0,
     labels: Int[Array, " B"] | None = None,
@@ -28,10 +28,11 @@ def dense_contrastive_loss(
         The mean over the batch of both directions, float32 (or float64).
 
     Raises:
-        ValueError: the inputs are not two float arrays of one shape (B, D) and one type, a float scalar, and B
+        ValueError: the inputs are not two float arrays of one shape (B, D) and one type, a real scalar, a share, and B
             integers.
     """
     check_features(image_features, text_features, logit_scale=logit_scale)
+    check_label_smoothing(label_smoothing)
     similarities = _similarities(image_features, text_features)
     logits = jnp.asarray(logit_scale, similarities.dtype) * similarities
     positive = _positive(labels, len(logits))
@@ -45,8 +46,8 @@ def dense_contrastive_loss(
 def dense_sigmoid_loss(
     image_features: Float[Array, "B D"],
     text_features: Float[Array, "B D"],
-    logit_scale: Float[Array, ""],
-    logit_bias: Float[Array, ""],
+    logit_scale: Float[Array, ""] | float,
+    logit_bias: Float[Array, ""] | float,
     *,
     labels: Int[Array, " B"] | None = None,
 ) -> Float[Array, ""]:

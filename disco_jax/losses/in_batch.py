@@ -71,6 +71,6 @@ def own_share(
     return InBatchMetrics(
         jnp.sum(images.positive > images.negative) / B,
         jnp.sum(texts.positive > texts.negative) / B,
-        jnp.sum(rows.positive_sum / positives) / B,
+        jnp.sum(rows.positive_sum / positives.astype(rows.positive_sum.dtype)) / B,
         jnp.sum(images.negative + texts.negative) / (2 * B),
     )

@@ -33,8 +33,7 @@ from disco_jax.losses.walk import (
     gather_rows,
     matmul,
     scatter,
-    vary,
-    varying_axes,
+    vary_alike,
     walk,
 )
 
@@ -42,8 +41,8 @@ from disco_jax.losses.walk import (
 def sigmoid_loss(
     image_features: Float[Array, "B D"],
     text_features: Float[Array, "B D"],
-    logit_scale: Float[Array, ""],
-    logit_bias: Float[Array, ""],
+    logit_scale: Float[Array, ""] | float,
+    logit_bias: Float[Array, ""] | float,
     *,
     mesh: Mesh,
     rows: str | Axes = "data",
@@ -68,6 +67,7 @@ def sigmoid_loss(
     """
     checks.check_features(image_features, text_features, logit_scale=logit_scale, logit_bias=logit_bias)
     checks.check_labels(labels, len(image_features))
+    checks.check_chunk(chunk)
     rows, cols = checks.axis_names(rows, cols)
     axes = checks.check_mesh(mesh, rows, cols, len(image_features))
     options = {"rows": rows, "cols": cols, "chunk": chunk, "return_metrics": return_metrics}
@@ -78,8 +78,8 @@ def sigmoid_loss(
 def local_sigmoid_loss(
     image_features: Float[Array, "b D"],
     text_features: Float[Array, "b D"],
-    logit_scale: Float[Array, ""],
-    logit_bias: Float[Array, ""],
+    logit_scale: Float[Array, ""] | float,
+    logit_bias: Float[Array, ""] | float,
     *,
     rows: str | Axes,
     cols: str | Axes | None = None,
@@ -93,15 +93,14 @@ def local_sigmoid_loss(
     checks.check_chunk(chunk)
     rows, cols = checks.axis_names(rows, cols)
     axes = rows + cols
-    given = {"logit_scale": logit_scale, "logit_bias": logit_bias}
-    checks.check_inside_shard_map(axes, image_features, text_features, given)
+    features = {"image_features": image_features, "text_features": text_features}
+    checks.check_inside_shard_map(axes, features, {"logit_scale": logit_scale, "logit_bias": logit_bias})
 
-    b, dtype = len(image_features), accumulator(image_features)
+    scale, bias = (jnp.asarray(x, accumulator(image_features)) for x in (logit_scale, logit_bias))
     # Typed as different on each device, scale and bias get the sum of all devices' gradients.
-    scalars = (vary(jnp.asarray(x, dtype), varying_axes(image_features)) for x in (logit_scale, logit_bias))
-    settings = _Settings(Rectangle(rows, cols, chunk), b * axis_size(axes), image_features.dtype, return_metrics)
-    pairs = label_pairs(image_features, text_features, labels, axes)
-    share = _sigmoid_loss(pairs, *scalars, settings)
+    images, texts, scale, bias, labels = vary_alike(image_features, text_features, scale, bias, labels)
+    settings = _Settings(Rectangle(rows, cols, chunk), len(images) * axis_size(axes), images.dtype, return_metrics)
+    share = _sigmoid_loss(label_pairs(images, texts, labels, axes), scale, bias, settings)
     whole: Any = jax.lax.psum(share, axes) if axes else share
     return whole if return_metrics else whole[0]
 

@@ -71,7 +71,7 @@ class Tile(NamedTuple):
 
     def masked(self, values: Float[Array, "R C"], fill: float) -> Float[Array, "R C"]:
         """`values`, with `fill` in the columns that are padding."""
-        return values if self.valid is None else jnp.where(self.valid, values, fill)
+        return values if self.valid is None else jnp.where(self.valid[None, :], values, fill)
 
 
 # (carry, tile, the columns' own values of this step) -> carry, values for this device's own c' texts of this step
@@ -118,7 +118,7 @@ def walk(
             similarities = matmul(rows.images, chunk_texts.T)
         positive = rows.labels[:, None] == chunk_labels[None, :]
         if valid is not None:
-            positive &= valid
+            positive &= valid[None, :]
         tile = Tile(similarities, positive, chunk_texts, valid)
         carry, results = visit(carry, tile, values)
         return carry, (results, similarities if keep_block else None)
@@ -166,7 +166,7 @@ def accumulator(features: Array) -> jnp.dtype:
     return jnp.promote_types(features.dtype, jnp.float32)
 
 
-def varying_axes(x: Array) -> frozenset[str]:
+def varying_axes(x: Array | float) -> frozenset[str]:
     """The mesh axes along which `x` may differ, as jax's types have it inside a `jax.shard_map`."""
     return jax.typeof(x).manual_axis_type.varying
 
@@ -175,6 +175,12 @@ def vary(x: Array, axes: Axes | frozenset[str]) -> Array:
     """`x`, typed as one that may differ along `axes`; in a gradient, the sum over them."""
     missing = tuple(axis for axis in axes if axis not in varying_axes(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else jnp.asarray(x)
+
+
+def vary_alike(*arrays: Array | None) -> list[Any]:
+    """The arrays, typed as ones that may differ along every axis along which one of them may."""
+    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(arrays)))
+    return [None if x is None else vary(x, axes) for x in arrays]
 
 
 def axis_size(axes: Axes) -> int:

@@ -110,8 +110,25 @@ def default_config() -> ConfigDict:
     return config.lock()
 
 
+def check_mesh(mesh: Any) -> None:
+    """Checks the form of `config.mesh` and the names of its axes. Raises `ConfigError`."""
+    if mesh is None:
+        return
+    pairs = isinstance(mesh, tuple | list) and all(isinstance(axis, tuple | list) and len(axis) == 2 for axis in mesh)
+    if not pairs or not all(isinstance(name, str) and type(size) is int for name, size in mesh):
+        raise ConfigError(
+            f"config.mesh={mesh!r} must be pairs of a name and a size, such as (('cols', 2), ('rows', 4))"
+        )
+    names = [name for name, _ in mesh]
+    if not set(names) <= {"data", "rows", "cols"} or not set(names) & {"data", "rows"}:
+        raise ConfigError(f"config.mesh={mesh!r} must have an axis 'rows' (or 'data'), and may have 'cols' beside it")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"config.mesh={mesh!r} has two axes of one name: give each its own")
+
+
 def smoke_config(config: ConfigDict) -> ConfigDict:
     """3 steps of the same kind of run, small enough for any CPU: tiny model, generated scenes, 2 simulated devices."""
+    check_mesh(config.mesh)
     config = config.copy_and_resolve_references()
     config.mesh = config.mesh and tuple((name, 2 if i == 0 else 1) for i, (name, _) in enumerate(config.mesh))
     config.update(
@@ -209,12 +226,7 @@ def validate(config: ConfigDict) -> None:
         raise ConfigError("config.data.train is empty: give the data, e.g. --config.data.train='shards/{000..009}.tar'")
     if config.data.source == "tfds" and config.data.tfds_name is None:
         raise ConfigError("config.data.tfds_name is not set: give 'name:version' or the folder of a prepared dataset")
-    mesh = config.mesh or ()
-    if not all(len(axis) == 2 and isinstance(axis[0], str) and isinstance(axis[1], int) for axis in mesh):
-        raise ConfigError(f"config.mesh={config.mesh} must be pairs of a name and a size: (('rows', 8),)")
-    for axis, _ in mesh:
-        if axis not in ("data", "rows", "cols"):
-            raise ConfigError(f"config.mesh has an axis {axis!r}: use 'rows' (or 'data') and 'cols'")
+    check_mesh(config.mesh)
     for template in config.eval.templates:
         if "{}" not in template:
             raise ConfigError(f"config.eval.templates: {template!r} has no {{}} for the class name")

@@ -207,22 +207,38 @@ def test_the_core_inside_a_shard_map_of_the_users_own(method, where_the_gradient
     assert max(relative_errors(got, expected)) < 1e-12
 
 
-def test_a_loss_for_each_of_several_groups():
-    """Features that differ along an axis which the loss doesn't divide: every group has its own batch and loss."""
+@pytest.mark.parametrize("shared", [None, "images", "texts", "scale"])
+@pytest.mark.parametrize("method", ["chunked", "disco", "sigmoid"])
+def test_a_loss_for_each_of_several_groups(method, shared):
+    """An axis that the loss doesn't divide: each group of devices has its own loss, of its own or of shared inputs."""
     mesh = make_mesh([("group", 2), ("data", 4)])
-    images, texts = features(24)
-    spec = PartitionSpec(("group", "data"))
+    divided = {"images": "data", "texts": "data", "scale": None}
+    inputs = dict(zip(divided, (*features(24), jnp.array([SCALE, 3.1])), strict=True))
+    specs = {name: PartitionSpec(("group", axis) if axis else "group") for name, axis in divided.items()}
+    if shared is not None:
+        inputs[shared] = inputs[shared][: len(inputs[shared]) // 2]
+        specs[shared] = PartitionSpec(divided[shared])
 
     def local(images, texts, scale):
-        return local_contrastive_loss(images, texts, scale, rows="data")[None]
+        if method == "sigmoid":
+            return local_sigmoid_loss(images, texts, scale[0], BIAS, rows="data")[None]
+        return local_contrastive_loss(images, texts, scale[0], rows="data", method=method)[None]
 
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec, spec, PartitionSpec()), out_specs=PartitionSpec("group"))
-    got = jax.jit(jax.grad(lambda *a: mapped(*a).sum(), argnums=(0, 1, 2)))(images, texts, *scalars(SCALE))
+    def dense(*inputs):
+        losses = []
+        for group in (0, 1):
+            images, texts, scale = (
+                x if name == shared else jnp.split(x, 2)[group] for name, x in zip(specs, inputs, strict=True)
+            )
+            if method == "sigmoid":
+                losses.append(dense_sigmoid_loss(images, texts, scale[0], BIAS))
+            else:
+                losses.append(dense_contrastive_loss(images, texts, scale[0]))
+        return sum(losses)
 
-    def dense(images, texts, scale):
-        return sum(dense_contrastive_loss(images[part], texts[part], scale) for part in (slice(12), slice(12, 24)))
-
-    expected = jax.grad(dense, argnums=(0, 1, 2))(images, texts, *scalars(SCALE))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs.values()), out_specs=PartitionSpec("group"))
+    got = jax.jit(jax.grad(lambda *a: mapped(*a).sum(), argnums=(0, 1, 2)))(*inputs.values())
+    expected = jax.grad(dense, argnums=(0, 1, 2))(*inputs.values())
     assert max(relative_errors(got, expected)) < 1e-12
 
 

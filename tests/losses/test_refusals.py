@@ -42,12 +42,17 @@ def refuses(message, call, *args, **settings):
     "images, texts, scale, message",
     [
         (I8, T8[:4], SCALE, r"one shape \(B, D\): got float32\[8, 4\] and float32\[4, 4\]"),
+        (I8.tolist(), T8.tolist(), SCALE, r"arrays of one shape \(B, D\): got list and list"),
+        (None, T8, SCALE, r"arrays of one shape \(B, D\): got NoneType and float32\[8, 4\]"),
         (I8[0], T8[0], SCALE, r"one shape \(B, D\): got float32\[4\] and"),
         (I8[:0], T8[:0], SCALE, r"got float32\[0, 4\] and"),
-        (I8.astype(np.int32), T8.astype(np.int32), SCALE, r"one floating-point type: got int32\[8, 4\] and"),
-        (I8.astype(np.float16), T8, SCALE, r"one floating-point type: got float16\[8, 4\] and float32\[8, 4\]"),
-        (I8, T8, np.ones(1, np.float32), r"logit_scale must be a floating-point scalar: got float32\[1\]"),
-        (I8, T8, np.int32(14), r"logit_scale must be a floating-point scalar: got int32\[\]"),
+        (I8.astype(np.int32), T8.astype(np.int32), SCALE, r"one floating-point type, .*: got int32\[8, 4\] and"),
+        (I8.astype(np.float16), T8, SCALE, r"one floating-point type, .*: got float16\[8, 4\] and float32\[8, 4\]"),
+        (I8.astype(jnp.float8_e4m3fn), T8.astype(jnp.float8_e4m3fn), SCALE, "bfloat16, float16, float32 or float64"),
+        (I8, T8, np.ones(1, np.float32), r"logit_scale must be a real scalar: got float32\[1\]"),
+        (I8, T8, np.complex64(14), r"logit_scale must be a real scalar: got complex64\[\]"),
+        (I8, T8, np.bool_(1), r"logit_scale must be a real scalar: got bool\[\]"),
+        (I8, T8, None, "logit_scale must be a real scalar: got NoneType"),
     ],
 )
 def test_features_and_scale(images, texts, scale, message):
@@ -58,24 +63,32 @@ def test_features_and_scale(images, texts, scale, message):
         (dense_sigmoid_loss, (SCALE,), {}),
     ):
         refuses(message, loss, images, texts, scale, *others, **settings)
-    refuses("logit_bias must be a floating-point scalar", sigmoid_loss, I8, T8, SCALE, np.int32(1), mesh=DATA)
+    refuses("logit_bias must be a real scalar", sigmoid_loss, I8, T8, SCALE, "-10", mesh=DATA)
 
 
 @pytest.mark.parametrize(
     "settings, message",
     [
         ({"method": "walk"}, "loss method 'walk' is unknown: use one of chunked, block, disco"),
-        ({"chunk": 0}, "chunk=0 must be at least 1 column"),
+        ({"chunk": 0}, "chunk=0 must be a whole number of at least 1 column"),
+        ({"chunk": 1.5}, "chunk=1.5 must be a whole number"),
+        ({"chunk": jnp.int32(8)}, "must be a whole number"),
+        ({"label_smoothing": jnp.float32(0.1)}, r"must be a number in \[0, 1\], and no array"),
         ({"chunk": 8, "method": "block"}, "chunk=8 is for the 'chunked' method: leave it out for 'block'"),
-        ({"label_smoothing": 1.5}, r"label_smoothing=1.5 must lie in \[0, 1\]"),
-        ({"label_smoothing": float("nan")}, "label_smoothing=nan must lie in"),
+        ({"label_smoothing": 1.5}, r"label_smoothing=1.5 must be a number in \[0, 1\]"),
+        ({"label_smoothing": float("nan")}, "label_smoothing=nan must be a number in"),
         ({"labels": np.ones(4, int)}, r"an integer for each of the 8 pairs: got int64\[4\]"),
         ({"labels": np.ones(8)}, r"an integer for each of the 8 pairs: got float64\[8\]"),
-        ({"rows": "model"}, r"must be axes of the mesh, which has \('data',\)"),
-        ({"cols": "model"}, "must be axes of the mesh"),
-        ({"rows": ()}, "must be axes of the mesh"),
+        ({"labels": [0] * 8}, "an integer for each of the 8 pairs: got list"),
+        ({"labels": np.arange(8) << 32}, r"labels of int64 do not fit into 32 bits: number them with np.unique"),
+        ({"rows": "model"}, r"name axes \['model'\] that the mesh does not have: it has \('data',\)"),
+        ({"cols": "model"}, r"name axes \['model'\] that the mesh does not have"),
+        ({"rows": ()}, "must name at least one axis of the mesh"),
+        ({"rows": None}, "must be names of mesh axes, or tuples of them"),
+        ({"cols": 3}, "must be names of mesh axes, or tuples of them"),
+        ({"mesh": None}, "mesh must be a jax.sharding.Mesh, as disco_jax.mesh.make_mesh gives: got NoneType"),
         ({"rows": ("data", "data")}, "must be different mesh axes"),
-        ({"cols": "data"}, r"rows=\('data',\) and cols=\('data',\) must be different mesh axes"),
+        ({"cols": "data"}, r"rows='data' and cols='data' must be different mesh axes"),
         ({"method": "disco", "mesh": GRID, "rows": "a", "cols": "b"}, r"divides its similarities over rows alone"),
         ({"method": "disco", "return_metrics": True}, "has no labels and no metrics"),
         ({"method": "disco", "labels": np.arange(8)}, "has no labels and no metrics"),
@@ -114,6 +127,14 @@ def test_inside_a_shard_map(specs, options, message):
     images = I8 if specs[0] == PER_ROW else I8[:1]
     texts = T8 if specs[1] == PER_ROW else T8[:1]
     refuses(message, mapped, images, texts, np.full(8, SCALE))
+
+
+def test_whole_arrays_inside_a_shard_map():
+    def local(images, texts):
+        return contrastive_loss(images, texts, SCALE, mesh=DATA)
+
+    mapped = jax.shard_map(local, mesh=DATA, in_specs=(PER_ROW, PER_ROW), out_specs=SHARED)
+    refuses("inside a jax.shard_map use the function with local_ in its name", mapped, I8, T8)
 
 
 def test_outside_a_shard_map():

@@ -44,8 +44,13 @@ def test_every_config_is_valid_and_starts_with_its_command(path):
     ("name", "value", "message"),
     [
         ("seed", -1, "config.seed=-1"),
-        ("mesh", (("data", "8"),), r"pairs of a name and a size: \(\('rows', 8\),\)"),
-        ("mesh", (("model", 8),), "config.mesh has an axis 'model': use 'rows'"),
+        ("mesh", (("data", "8"),), "pairs of a name and a size, such as"),
+        ("mesh", (("model", 8),), r"config.mesh=\(\('model', 8\),\) must have an axis 'rows'"),
+        ("mesh", (("cols", 8),), "must have an axis 'rows'"),
+        ("mesh", (), "must have an axis 'rows'"),
+        ("mesh", ("rows", 8), "pairs of a name and a size"),
+        ("mesh", (("rows", True),), "pairs of a name and a size"),
+        ("mesh", (("rows", 2), ("rows", 4)), "two axes of one name"),
         ("data.source", "tfds", "config.data.tfds_name is not set"),
         ("eval.templates", ("a photo",), r"'a photo' has no \{\}"),
         ("batch_size", 0, "config.batch_size=0 must be at least 1"),
@@ -61,8 +66,8 @@ def test_every_config_is_valid_and_starts_with_its_command(path):
         ("data.crop_ratio", (2.0, 1.0), "crop_ratio"),
         ("loss.method", "ring", "config.loss: loss method 'ring' is unknown: use one of chunked, block, disco"),
         ("loss.name", "siglip", "use one of contrastive, sigmoid"),
-        ("loss.chunk", 0, "config.loss: chunk=0 must be at least 1"),
-        ("loss.label_smoothing", 1.5, r"config.loss: label_smoothing=1.5 must lie in \[0, 1\]"),
+        ("loss.chunk", 0, "config.loss: chunk=0 must be a whole number of at least 1"),
+        ("loss.label_smoothing", 1.5, r"config.loss: label_smoothing=1.5 must be a number in \[0, 1\]"),
         ("model.name", "ViT-B-23", "ViT-B-32"),
         ("model.dtype", "float16", "bfloat16"),
         ("on_nonfinite", "ignore", "stop, skip"),
@@ -73,6 +78,9 @@ def test_every_config_is_valid_and_starts_with_its_command(path):
 def test_wrong_values_are_named(name, value, message):
     with pytest.raises(ValueError, match=message) as error:
         validate(with_data(**{name: value}))
+    if name == "mesh":
+        with pytest.raises(ConfigError, match=message):
+            smoke_config(with_data(mesh=value))
     assert "\n" not in str(error.value)
 
 
