@@ -19,7 +19,7 @@ test-modes: $(VENV)/installed-dev
 
 # Memory on GPUs that are not there. Their plug-in lies apart: in .venv it would complain, at every start, of no GPU.
 test-plan: $(VENV)/installed-plan
-	PYTHONPATH=$(VENV)/plan $(BIN)/python -m pytest tests/losses/test_gpu_memory.py tests/benchmarks
+	PYTHONPATH=$(VENV)/plan $(BIN)/python -m pytest -k gpu
 
 # Both supported Pythons; give their paths where they are not on PATH.
 PYTHON311 ?= python3.11

@@ -12,7 +12,7 @@ from jax.experimental import topologies
 
 @dataclass(frozen=True)
 class GPUTarget:
-    """A GPU as XLA's public target specifications describe it; sizes in bytes, bandwidth in bytes a second."""
+    """A GPU as XLA's public target specifications describe it, but for versions; bytes, and bytes a second."""
 
     description: str
     memory: int
@@ -28,19 +28,64 @@ class GPUTarget:
 
 TARGETS = {
     "a100-40gb": GPUTarget(
-        "NVIDIA A100-SXM4-40GB", 42331013120, 1555200000000, 108, 64, 1.41, 41943040, 167936, 166912, (8, 0)
+        "NVIDIA A100-SXM4-40GB",
+        memory=42331013120,
+        bandwidth=1555200000000,
+        cores=108,
+        fpus_per_core=64,
+        clock_ghz=1.41,
+        l2_cache=41943040,
+        shared_memory_per_core=167936,
+        shared_memory_per_block=166912,
+        capability=(8, 0),
     ),
     "a100-80gb": GPUTarget(
-        "NVIDIA A100-SXM4-80GB", 85100068864, 2039040000000, 108, 64, 1.41, 41943040, 167936, 166912, (8, 0)
+        "NVIDIA A100-SXM4-80GB",
+        memory=85100068864,
+        bandwidth=2039040000000,
+        cores=108,
+        fpus_per_core=64,
+        clock_ghz=1.41,
+        l2_cache=41943040,
+        shared_memory_per_core=167936,
+        shared_memory_per_block=166912,
+        capability=(8, 0),
     ),
     "h100-80gb": GPUTarget(
-        "NVIDIA H100 80GB HBM3", 84942979072, 3352320000000, 132, 128, 1.98, 52428800, 233472, 232448, (9, 0)
+        "NVIDIA H100 80GB HBM3",
+        memory=84942979072,
+        bandwidth=3352320000000,
+        cores=132,
+        fpus_per_core=128,
+        clock_ghz=1.98,
+        l2_cache=52428800,
+        shared_memory_per_core=233472,
+        shared_memory_per_block=232448,
+        capability=(9, 0),
     ),
     "h200-141gb": GPUTarget(
-        "NVIDIA H200 141GB HBM3e", 151397597184, 4800000000000, 132, 128, 1.98, 52428800, 233472, 232448, (9, 0)
+        "NVIDIA H200 141GB HBM3e",
+        memory=151397597184,
+        bandwidth=4800000000000,
+        cores=132,
+        fpus_per_core=128,
+        clock_ghz=1.98,
+        l2_cache=52428800,
+        shared_memory_per_core=233472,
+        shared_memory_per_block=232448,
+        capability=(9, 0),
     ),
     "b200-192gb": GPUTarget(
-        "NVIDIA B200", 191514411008, 7672320000000, 148, 128, 1.965, 132644864, 233472, 232448, (10, 0)
+        "NVIDIA B200",
+        memory=191514411008,
+        bandwidth=7672320000000,
+        cores=148,
+        fpus_per_core=128,
+        clock_ghz=1.965,
+        l2_cache=132644864,
+        shared_memory_per_core=233472,
+        shared_memory_per_block=232448,
+        capability=(10, 0),
     ),
 }
 

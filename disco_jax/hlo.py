@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 ARRAY = re.compile(r"\b(pred|bf16|[sufc]\d+\w*)\[([\d,]*)\]")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) (?:\(.*\) -> .*)?\{$")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%([\w.\-]+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _COLLECTIVE = re.compile(r"^(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?$")
 
@@ -94,6 +94,8 @@ def _count_calls(computations: dict[str, list[_Instruction]], name: str, calls: 
     counts[name] += calls
     for instruction in computations[name]:
         times = calls
+        if instruction.opcode == "conditional":
+            raise ValueError(f"the conditional {instruction.name}: which branch runs is not known")
         if instruction.opcode == "while":
             trips = _TRIP_COUNT.search(instruction.rest)
             if trips is None:

@@ -165,8 +165,7 @@ def default_axes() -> list[tuple[str, int]]:
     the hosts are "cols" and the devices of each "rows". A host is known by its name.
     """
     host = np.frombuffer(hashlib.sha256(socket.gethostname().encode()).digest(), np.uint8)
-    with jax.transfer_guard("allow"):
-        hosts = np.reshape(multihost_utils.process_allgather(host), (jax.process_count(), -1))
+    hosts = np.reshape(multihost_utils.process_allgather(host), (jax.process_count(), -1))
     of_devices = [hosts[device.process_index].tobytes() for device in jax.devices()]
     runs = [len(list(run)) for _, run in itertools.groupby(of_devices)]
     if len(runs) == 1 or len(runs) != len(set(of_devices)) or len(set(runs)) > 1:

@@ -59,6 +59,11 @@ def received(B: int, D: int, r: int, c: int, *, width: int, walks: int = 2) -> i
     return B // (r * c) * ((r - 1) * texts + (c - 1) * images)
 
 
+def received_sigmoid(B: int, D: int, r: int, c: int, *, width: int) -> int:
+    """The same for the sigmoid loss: features with their labels, and gradients."""
+    return B // (r * c) * (r + c - 2) * (width * D + 4 + 4 * D)
+
+
 def received_disco(B: int, D: int, n: int, *, width: int) -> int:
     """The same for DisCo: both features gathered, of both the gradients of all B summed on every device."""
     return B // n * (n - 1) * (2 * width * D + 2 * 2 * 4 * D)

@@ -64,6 +64,7 @@ def test_a_group_of_one_device_sends_nothing():
     [
         ('"known_trip_count":{"n":"3"}', "", "the loop loop has no known number of steps"),
         ("REPLICA_GROUPS", "replica_groups=some", "the devices of a collective are not understood"),
+        (" custom-call(", " conditional(", "the conditional start: which branch runs is not known"),
         ("lhs_contracting_dims", "contracting", "the product tile is not understood"),
         ("ENTRY ", "", "has no ENTRY computation"),
     ],

@@ -44,8 +44,8 @@ def contrastive_loss(
         mesh: the devices, of `disco_jax.mesh.make_mesh` or `jax.make_mesh`. Outside `jax.jit` and `jax.set_mesh`, jax
             differentiates nothing on a mesh with Explicit axes.
         rows: mesh axis, or axes, along which texts travel between devices.
-        cols: mesh axis, or axes, along which images travel; None: none do. N = r x c devices move 2(r + c - 2)
-            instead of 2(N - 1) times their own features, for B/r instead of B/N images in memory.
+        cols: mesh axis, or axes, along which images travel; None: none do. What a device receives grows with r + c
+            instead of N = r c (docs/loss.md, (7.1)), for B/r instead of B/N images in memory.
         method: "chunked" walks over the similarities in tiles (docs/loss.md, sections 3 and 4); "block" keeps the
             B/r x B/c of them of each device for one product less; "disco" is the form of DisCo-CLIP (arXiv
             2304.08480), with cols=None, without label smoothing, labels and metrics.
@@ -64,22 +64,21 @@ def contrastive_loss(
         ValueError: features, scale or labels of a wrong shape or type, an unknown method or mesh axis, a batch that
             does not divide over the devices, options that the method does not have.
     """
-    checks.check_features(image_features, text_features, logit_scale=logit_scale)
-    checks.check_labels(labels, len(image_features))
-    checks.check_method(method, chunk, label_smoothing)
     rows, cols = checks.axis_names(rows, cols)
-    axes = checks.check_mesh(mesh, rows, cols, len(image_features))
-    options = {
-        "rows": rows,
-        "cols": cols,
-        "method": method,
-        "chunk": chunk,
-        "label_smoothing": label_smoothing,
-        "return_metrics": return_metrics,
-    }
-    features = image_features, text_features
+    _check_options(rows, cols, method, chunk, label_smoothing, labels, return_metrics)
     return over_mesh(
-        local_contrastive_loss, mesh, axes, tuple(options.items()), features, (jnp.asarray(logit_scale),), labels
+        _on_device,
+        mesh,
+        image_features,
+        text_features,
+        {"logit_scale": logit_scale},
+        labels,
+        rows=rows,
+        cols=cols,
+        method=method,
+        chunk=chunk,
+        label_smoothing=label_smoothing,
+        return_metrics=return_metrics,
     )
 
 
@@ -112,19 +111,40 @@ def local_contrastive_loss(
     checks.check_features(image_features, text_features, logit_scale=logit_scale)
     checks.check_labels(labels, len(image_features))
     rows, cols = checks.axis_names(rows, cols)
-    checks.check_method(method, chunk, label_smoothing)
-    if method == "disco" and (cols or not rows or labels is not None or return_metrics):
-        raise ValueError(
-            "the 'disco' loss divides its similarities over rows alone, and has no labels and no metrics: got "
-            f"rows={rows!r}, cols={cols!r}; use 'chunked' or 'block' for more"
-        )
-    axes = rows + cols
+    _check_options(rows, cols, method, chunk, label_smoothing, labels, return_metrics)
     features = {"image_features": image_features, "text_features": text_features}
-    checks.check_inside_shard_map(axes, features, {"logit_scale": logit_scale})
+    checks.check_inside_shard_map(rows + cols, features, {"logit_scale": logit_scale})
+    return _on_device(
+        image_features,
+        text_features,
+        logit_scale,
+        rows=rows,
+        cols=cols,
+        method=method,
+        chunk=chunk,
+        label_smoothing=label_smoothing,
+        labels=labels,
+        return_metrics=return_metrics,
+    )
 
-    scale = jnp.asarray(logit_scale, accumulator(image_features))
+
+def _on_device(
+    images: Float[Array, "b D"],
+    texts: Float[Array, "b D"],
+    logit_scale: Float[Array, ""] | float,
+    *,
+    rows: Axes,
+    cols: Axes,
+    method: str,
+    chunk: int | None,
+    label_smoothing: float,
+    labels: Int[Array, " b"] | None,
+    return_metrics: bool,
+) -> Any:
+    axes = rows + cols
+    scale = jnp.asarray(logit_scale, accumulator(images))
     # Typed as different on each device, the scale gets the sum of all devices' gradients.
-    images, texts, scale, labels = vary_alike(image_features, text_features, scale, labels)
+    images, texts, scale, labels = vary_alike(images, texts, scale, labels)
     if method == "disco":
         return jax.lax.psum(disco_loss(images, texts, scale, axes), axes)
     B = len(images) * axis_size(axes)
@@ -136,5 +156,22 @@ def local_contrastive_loss(
         return_metrics=return_metrics,
     )
     share = softmax_loss(label_pairs(images, texts, labels, axes), scale, settings)
-    whole: Any = jax.lax.psum(share, axes) if axes else share
-    return whole if return_metrics else whole[0]
+    loss, metrics = jax.lax.psum(share, axes) if axes else share
+    return (loss, metrics) if return_metrics else loss
+
+
+def _check_options(
+    rows: Axes,
+    cols: Axes,
+    method: str,
+    chunk: int | None,
+    label_smoothing: float,
+    labels: Array | None,
+    return_metrics: bool,
+) -> None:
+    checks.check_method(method, chunk, label_smoothing)
+    if method == "disco" and (cols or not rows or labels is not None or return_metrics):
+        raise ValueError(
+            "the 'disco' loss divides its similarities over rows alone, and has no labels and no metrics: got "
+            f"rows={rows!r}, cols={cols!r}; use 'chunked' or 'block' for more"
+        )

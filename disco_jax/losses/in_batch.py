@@ -1,6 +1,6 @@
 """How well the pairs of a batch are told apart, from the tiles that a loss walks over anyway."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -21,6 +21,10 @@ class InBatchMetrics(NamedTuple):
     text_to_image_accuracy: Float[Array, ""]
     positive_similarity: Float[Array, ""]
     hardest_negative_similarity: Float[Array, ""]
+
+
+# The loss, and the metrics where they are wanted; of one device, its share of them.
+Share: TypeAlias = tuple[Float[Array, ""], InBatchMetrics | None]
 
 
 class Extremes(NamedTuple):

@@ -18,10 +18,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from disco_jax.losses import checks, in_batch
-from disco_jax.losses.in_batch import InBatchMetrics
+from disco_jax.losses.in_batch import InBatchMetrics, Share
 from disco_jax.losses.labels import label_pairs
 from disco_jax.losses.over_mesh import over_mesh
-from disco_jax.losses.softmax import Share
 from disco_jax.losses.walk import (
     NO_GRADIENT,
     Axes,
@@ -30,7 +29,7 @@ from disco_jax.losses.walk import (
     Tile,
     accumulator,
     axis_size,
-    gather_rows,
+    gather_block_rows,
     matmul,
     scatter,
     vary_alike,
@@ -65,14 +64,21 @@ def sigmoid_loss(
     Raises:
         ValueError: as `contrastive_loss`.
     """
-    checks.check_features(image_features, text_features, logit_scale=logit_scale, logit_bias=logit_bias)
-    checks.check_labels(labels, len(image_features))
     checks.check_chunk(chunk)
     rows, cols = checks.axis_names(rows, cols)
-    axes = checks.check_mesh(mesh, rows, cols, len(image_features))
-    options = {"rows": rows, "cols": cols, "chunk": chunk, "return_metrics": return_metrics}
-    features, scalars = (image_features, text_features), (jnp.asarray(logit_scale), jnp.asarray(logit_bias))
-    return over_mesh(local_sigmoid_loss, mesh, axes, tuple(options.items()), features, scalars, labels)
+    scalars = {"logit_scale": logit_scale, "logit_bias": logit_bias}
+    return over_mesh(
+        _on_device,
+        mesh,
+        image_features,
+        text_features,
+        scalars,
+        labels,
+        rows=rows,
+        cols=cols,
+        chunk=chunk,
+        return_metrics=return_metrics,
+    )
 
 
 def local_sigmoid_loss(
@@ -88,21 +94,46 @@ def local_sigmoid_loss(
     return_metrics: bool = False,
 ) -> Float[Array, ""] | tuple[Float[Array, ""], InBatchMetrics]:
     """The core of `sigmoid_loss`, for use inside a `jax.shard_map` of your own, as `local_contrastive_loss`."""
-    checks.check_features(image_features, text_features, logit_scale=logit_scale, logit_bias=logit_bias)
+    scalars = {"logit_scale": logit_scale, "logit_bias": logit_bias}
+    checks.check_features(image_features, text_features, **scalars)
     checks.check_labels(labels, len(image_features))
     checks.check_chunk(chunk)
     rows, cols = checks.axis_names(rows, cols)
-    axes = rows + cols
     features = {"image_features": image_features, "text_features": text_features}
-    checks.check_inside_shard_map(axes, features, {"logit_scale": logit_scale, "logit_bias": logit_bias})
+    checks.check_inside_shard_map(rows + cols, features, scalars)
+    return _on_device(
+        image_features,
+        text_features,
+        logit_scale,
+        logit_bias,
+        rows=rows,
+        cols=cols,
+        chunk=chunk,
+        labels=labels,
+        return_metrics=return_metrics,
+    )
 
-    scale, bias = (jnp.asarray(x, accumulator(image_features)) for x in (logit_scale, logit_bias))
+
+def _on_device(
+    images: Float[Array, "b D"],
+    texts: Float[Array, "b D"],
+    logit_scale: Float[Array, ""] | float,
+    logit_bias: Float[Array, ""] | float,
+    *,
+    rows: Axes,
+    cols: Axes,
+    chunk: int | None,
+    labels: Int[Array, " b"] | None,
+    return_metrics: bool,
+) -> Any:
+    axes = rows + cols
+    scale, bias = (jnp.asarray(x, accumulator(images)) for x in (logit_scale, logit_bias))
     # Typed as different on each device, scale and bias get the sum of all devices' gradients.
-    images, texts, scale, bias, labels = vary_alike(image_features, text_features, scale, bias, labels)
+    images, texts, scale, bias, labels = vary_alike(images, texts, scale, bias, labels)
     settings = _Settings(Rectangle(rows, cols, chunk), len(images) * axis_size(axes), images.dtype, return_metrics)
     share = _sigmoid_loss(label_pairs(images, texts, labels, axes), scale, bias, settings)
-    whole: Any = jax.lax.psum(share, axes) if axes else share
-    return whole if return_metrics else whole[0]
+    loss, metrics = jax.lax.psum(share, axes) if axes else share
+    return (loss, metrics) if return_metrics else loss
 
 
 class _Settings(NamedTuple):
@@ -133,8 +164,8 @@ def _walk(
     pairs: Pairs, scale: Float[Array, ""], bias: Float[Array, ""], settings: _Settings, *, gradients: bool
 ) -> tuple[Share, _Gradients | None, Float[Array, "b D"] | None]:
     rectangle, B = settings.rectangle, settings.B
-    rows = gather_rows(pairs, rectangle)
-    R, dtype = len(rows.images), accumulator(pairs.images)
+    block_rows = gather_block_rows(pairs, rectangle)
+    R, dtype = len(block_rows.images), accumulator(pairs.images)
 
     def visit(carry: Any, tile: Tile, _: None) -> tuple[Any, Any]:
         losses, sums, statistics = carry
@@ -144,24 +175,26 @@ def _walk(
         text_sums = extremes = None
         if sums is not None:
             errors = tile.masked(jax.nn.sigmoid(logits) - tile.positive, 0.0)  # (6.2)
-            narrow = errors.astype(settings.dtype)
+            narrow = errors.astype(pairs.images.dtype)
             sums = _Gradients(  # (6.3)
                 sums.images + matmul(narrow, tile.texts),
                 sums.scale + jnp.sum(errors * tile.similarities, axis=1),
                 sums.bias + jnp.sum(errors, axis=1),
             )
-            text_sums = scatter(matmul(narrow.T, rows.images), rectangle.rows)
+            text_sums = scatter(matmul(narrow.T, block_rows.images), rectangle.rows)
         if statistics is not None:
             statistics, extremes = in_batch.add_tile(statistics, tile, rectangle)
         return (losses, sums, statistics), (text_sums, extremes)
 
     zeros = jnp.zeros(R, dtype)
-    sums = _Gradients(jnp.zeros(rows.images.shape, dtype), zeros, zeros) if gradients else None
+    sums = _Gradients(jnp.zeros(block_rows.images.shape, dtype), zeros, zeros) if gradients else None
     statistics = in_batch.first_statistics(R, dtype) if settings.return_metrics else None
     (losses, sums, statistics), (text_sums, extremes), _ = walk(
-        visit, (zeros, sums, statistics), rows, pairs, None, rectangle
+        visit, (zeros, sums, statistics), block_rows, pairs, None, rectangle
     )
-    metrics = statistics and in_batch.own_share(statistics, extremes, rows.positives, rectangle, B)
+    metrics = None
+    if statistics is not None:
+        metrics = in_batch.own_share(statistics, extremes, block_rows.positives, rectangle, B)
     return (jnp.sum(losses) / B, metrics), sums, text_sums
 
 

@@ -11,7 +11,7 @@ A first walk over the tiles finds the two log-sum-exps, a second one, in the bac
 """
 
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.nn import logsumexp
 from jaxtyping import Array, Float, Int
 
 from disco_jax.losses import in_batch
-from disco_jax.losses.in_batch import InBatchMetrics
+from disco_jax.losses.in_batch import Share
 from disco_jax.losses.walk import (
     NO_GRADIENT,
     Pairs,
@@ -28,7 +28,7 @@ from disco_jax.losses.walk import (
     accumulator,
     exchange,
     gather,
-    gather_rows,
+    gather_block_rows,
     matmul,
     scatter,
     walk,
@@ -40,9 +40,9 @@ class Settings(NamedTuple):
 
     rectangle: Rectangle
     B: int
-    keep_block: bool = False
-    label_smoothing: float = 0.0
-    return_metrics: bool = False
+    keep_block: bool
+    label_smoothing: float
+    return_metrics: bool
 
 
 class RunningLse(NamedTuple):
@@ -62,10 +62,6 @@ class Saved(NamedTuple):
     block: Float[Array, "k R C"] | None
 
 
-# The loss and the metrics: of a device, its share.
-Share: TypeAlias = tuple[Float[Array, ""], InBatchMetrics | None]
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def softmax_loss(pairs: Pairs, scale: Float[Array, ""], settings: Settings) -> Share:
     """This device's share of the loss, and of the metrics where they are wanted: the sums over devices are the whole.
@@ -80,14 +76,15 @@ def softmax_loss(pairs: Pairs, scale: Float[Array, ""], settings: Settings) -> S
 
 def _forward(pairs: Pairs, scale: Float[Array, ""], settings: Settings) -> tuple[Share, Saved]:
     rectangle, B = settings.rectangle, settings.B
-    rows = gather_rows(pairs, rectangle)
-    R, dtype = len(rows.images), accumulator(pairs.images)
+    block_rows = gather_block_rows(pairs, rectangle)
+    R, dtype = len(block_rows.images), accumulator(pairs.images)
 
     def visit(carry: Any, tile: Tile, _: None) -> tuple[Any, Any]:
         lse, target_sum, statistics = carry
         logits = tile.masked(scale * tile.similarities, -jnp.inf)
         lse = _add_terms(lse, logits)
-        target_sum += jnp.sum(_targets(tile, rows.positives, settings) * tile.similarities, axis=1)
+        # In the columns that are padding, W is e/B all the same: their similarities are 0.
+        target_sum += jnp.sum(_targets(tile, block_rows.positives, settings) * tile.similarities, axis=1)
         # A column is whole with this tile: over the images of this block, then over the blocks of the other devices.
         col_lse = logsumexp(exchange(logsumexp(logits, axis=0), rectangle.rows), axis=0)
         extremes = None
@@ -98,14 +95,18 @@ def _forward(pairs: Pairs, scale: Float[Array, ""], settings: Settings) -> tuple
     zeros = jnp.zeros(R, dtype)
     statistics = in_batch.first_statistics(R, dtype) if settings.return_metrics else None
     carry = RunningLse(jnp.full(R, -jnp.inf, dtype), zeros), zeros, statistics
-    carry, (col_lse, extremes), block = walk(visit, carry, rows, pairs, None, rectangle, keep_block=settings.keep_block)
+    carry, (col_lse, extremes), block = walk(
+        visit, carry, block_rows, pairs, None, rectangle, keep_block=settings.keep_block
+    )
     lse, target_sum, statistics = carry
     # A row is whole over the blocks of the devices of `cols`; (b,), for this device's own images.
     row_lse = logsumexp(exchange(lse.largest + jnp.log(lse.sum), rectangle.cols), axis=0)
     target = scale * exchange(target_sum, rectangle.cols).sum(axis=0)
 
     loss = jnp.sum(row_lse + col_lse - 2 * target) / (2 * B)  # (2.1)
-    metrics = statistics and in_batch.own_share(statistics, extremes, rows.positives, rectangle, B)
+    metrics = None
+    if statistics is not None:
+        metrics = in_batch.own_share(statistics, extremes, block_rows.positives, rectangle, B)
     return (loss, metrics), Saved(pairs, scale, row_lse, col_lse, block)
 
 
@@ -113,22 +114,22 @@ def _backward(settings: Settings, saved: Saved, cotangents: Share) -> tuple[Pair
     pairs, scale, row_lse, col_lse, block = saved
     rectangle, cotangent = settings.rectangle, cotangents[0]
     factor = cotangent / (2 * settings.B)
-    rows, row_lse = gather_rows(pairs, rectangle), gather(row_lse, rectangle.cols)
+    block_rows, row_lse = gather_block_rows(pairs, rectangle), gather(row_lse, rectangle.cols)
     dtype, narrow = accumulator(pairs.images), pairs.images.dtype
 
     def visit(carry: Any, tile: Tile, col_lse: Float[Array, " C"]) -> tuple[Any, Any]:
         image_sums, scale_sums = carry
         logits = scale * tile.similarities
         errors = jnp.exp(logits - row_lse[:, None]) + jnp.exp(logits - col_lse[None, :])
-        errors = tile.masked(errors - 2 * _targets(tile, rows.positives, settings), 0.0)  # (2.2)
+        errors = tile.masked(errors - 2 * _targets(tile, block_rows.positives, settings), 0.0)  # (2.2)
         scale_sums += jnp.sum(errors * tile.similarities, axis=1)
         errors = errors.astype(narrow)
         image_sums += matmul(errors, tile.texts)  # (2.3); 1/(2B) comes last, in float32: no underflow
-        text_sums = scatter(matmul(errors.T, rows.images), rectangle.rows)
+        text_sums = scatter(matmul(errors.T, block_rows.images), rectangle.rows)
         return (image_sums, scale_sums), (factor * scale * text_sums).astype(narrow)
 
-    carry = jnp.zeros(rows.images.shape, dtype), jnp.zeros(len(rows.images), dtype)
-    carry, text_gradient, _ = walk(visit, carry, rows, pairs, col_lse, rectangle, block=block)
+    carry = jnp.zeros(block_rows.images.shape, dtype), jnp.zeros(len(block_rows.images), dtype)
+    carry, text_gradient, _ = walk(visit, carry, block_rows, pairs, col_lse, rectangle, block=block)
     image_sums, scale_sums = carry
     image_gradient = (factor * scale * scatter(image_sums, rectangle.cols)).astype(narrow)
     return Pairs(image_gradient, text_gradient, NO_GRADIENT, NO_GRADIENT), factor * jnp.sum(scale_sums)

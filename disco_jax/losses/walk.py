@@ -33,8 +33,8 @@ class Rectangle(NamedTuple):
     """
 
     rows: Axes
-    cols: Axes = ()
-    chunk: int | None = None
+    cols: Axes
+    chunk: int | None
 
 
 class Pairs(NamedTuple):
@@ -49,7 +49,7 @@ class Pairs(NamedTuple):
 NO_GRADIENT: Any = None  # of the labels and positives, which are integers
 
 
-class Rows(NamedTuple):
+class BlockRows(NamedTuple):
     """What a device's block has of the R images of its row of devices, gathered; as in `Pairs`."""
 
     images: Float[Array, "R D"]
@@ -81,7 +81,7 @@ Visit: TypeAlias = Callable[[Any, Tile, Any], tuple[Any, Any]]
 def walk(
     visit: Visit,
     carry: PyTree,
-    rows: Rows,
+    block_rows: BlockRows,
     pairs: Pairs,
     own: PyTree,
     rectangle: Rectangle,
@@ -95,7 +95,7 @@ def walk(
         visit: what is done with a tile. What it gives for a step are values of the device's own texts of that step;
             `gather`, `exchange` and `scatter` go between those and all columns of the tile.
         carry: its first state, the same on all devices.
-        rows: of `gather_rows`.
+        block_rows: of `gather_block_rows`.
         pairs: this device's own; their texts are walked over.
         own: more values of the device's own texts, [b, ...] each; `visit` is given those of the tile's columns.
         rectangle: the division.
@@ -106,7 +106,7 @@ def walk(
         the last carry; the values of this device's own texts, [b, ...]; the similarities or None.
     """
     b, r = len(pairs.texts), axis_size(rectangle.rows)
-    steps, c = tiling(b, len(rows.images), r, rectangle.chunk)
+    steps, c = tiling(b, len(block_rows.images), r, rectangle.chunk)
 
     def step(carry: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
         number, own_chunk, similarities = given
@@ -115,8 +115,8 @@ def walk(
         if steps * c > b:
             valid = jnp.tile(number * c + jnp.arange(c, dtype=jnp.int32) < b, r)
         if similarities is None:
-            similarities = matmul(rows.images, chunk_texts.T)
-        positive = rows.labels[:, None] == chunk_labels[None, :]
+            similarities = matmul(block_rows.images, chunk_texts.T)
+        positive = block_rows.labels[:, None] == chunk_labels[None, :]
         if valid is not None:
             positive &= valid[None, :]
         tile = Tile(similarities, positive, chunk_texts, valid)
@@ -127,7 +127,7 @@ def walk(
         padding = [(0, steps * c - b)] + [(0, 0)] * (x.ndim - 1)
         return jnp.pad(x, padding).reshape(steps, c, *x.shape[1:])
 
-    varying = varying_axes(rows.images) | varying_axes(pairs.texts)
+    varying = varying_axes(block_rows.images) | varying_axes(pairs.texts)
     inputs = (jnp.arange(steps, dtype=jnp.int32), jax.tree.map(chunks, (pairs.texts, pairs.labels, own)), block)
     carry = jax.tree.map(lambda x: vary(x, varying), carry)
     carry, (results, block) = jax.lax.scan(step, carry, inputs)
@@ -135,9 +135,9 @@ def walk(
     return carry, results, block
 
 
-def gather_rows(pairs: Pairs, rectangle: Rectangle) -> Rows:
+def gather_block_rows(pairs: Pairs, rectangle: Rectangle) -> BlockRows:
     """The rows of this device's block, from the devices of its row."""
-    return Rows(*(gather(x, rectangle.cols) for x in (pairs.images, pairs.labels, pairs.positives)))
+    return BlockRows(*(gather(x, rectangle.cols) for x in (pairs.images, pairs.labels, pairs.positives)))
 
 
 def tiling(b: int, R: int, r: int, chunk: int | None) -> tuple[int, int]:
@@ -174,7 +174,7 @@ def varying_axes(x: Array | float) -> frozenset[str]:
 def vary(x: Array, axes: Axes | frozenset[str]) -> Array:
     """`x`, typed as one that may differ along `axes`; in a gradient, the sum over them."""
     missing = tuple(axis for axis in axes if axis not in varying_axes(x))
-    return jax.lax.pcast(x, missing, to="varying") if missing else jnp.asarray(x)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def vary_alike(*arrays: Array | None) -> list[Any]:

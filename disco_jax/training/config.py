@@ -110,7 +110,7 @@ def default_config() -> ConfigDict:
     return config.lock()
 
 
-def check_mesh(mesh: Any) -> None:
+def _check_mesh_setting(mesh: Any) -> None:
     """Checks the form of `config.mesh` and the names of its axes. Raises `ConfigError`."""
     if mesh is None:
         return
@@ -122,13 +122,11 @@ def check_mesh(mesh: Any) -> None:
     names = [name for name, _ in mesh]
     if not set(names) <= {"data", "rows", "cols"} or not set(names) & {"data", "rows"}:
         raise ConfigError(f"config.mesh={mesh!r} must have an axis 'rows' (or 'data'), and may have 'cols' beside it")
-    if len(set(names)) < len(names):
-        raise ConfigError(f"config.mesh={mesh!r} has two axes of one name: give each its own")
 
 
 def smoke_config(config: ConfigDict) -> ConfigDict:
     """3 steps of the same kind of run, small enough for any CPU: tiny model, generated scenes, 2 simulated devices."""
-    check_mesh(config.mesh)
+    _check_mesh_setting(config.mesh)
     config = config.copy_and_resolve_references()
     config.mesh = config.mesh and tuple((name, 2 if i == 0 else 1) for i, (name, _) in enumerate(config.mesh))
     config.update(
@@ -226,7 +224,7 @@ def validate(config: ConfigDict) -> None:
         raise ConfigError("config.data.train is empty: give the data, e.g. --config.data.train='shards/{000..009}.tar'")
     if config.data.source == "tfds" and config.data.tfds_name is None:
         raise ConfigError("config.data.tfds_name is not set: give 'name:version' or the folder of a prepared dataset")
-    check_mesh(config.mesh)
+    _check_mesh_setting(config.mesh)
     for template in config.eval.templates:
         if "{}" not in template:
             raise ConfigError(f"config.eval.templates: {template!r} has no {{}} for the class name")

@@ -69,7 +69,8 @@ def batch_loss(
     cols = tuple(axis for axis in mesh.axis_names if axis == "cols" and loss.method != "disco")
     rows = tuple(axis for axis in mesh.axis_names if axis not in cols)
     division: dict[str, Any] = {"mesh": mesh, "rows": rows, "cols": cols, "chunk": loss.chunk}
-    if clip.logit_bias is not None:
+    if loss.name == "sigmoid":
+        assert clip.logit_bias is not None
         bias = clip.logit_bias[...]
         value: Any = sigmoid_loss(image_features, text_features, scale, bias, **division)
     else:

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from disco_jax.gpu_targets import target_devices
 from disco_jax.hlo import read_program
 from disco_jax.losses import contrastive_loss, sigmoid_loss
+from docs.draw_loss import received
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="make test-plan")
 MIB = 2**20
@@ -32,19 +33,18 @@ def compiled(B, D, rows, cols=1, loss=contrastive_loss, **settings):
 @pytest.mark.parametrize(
     "B, D, rows, cols, settings, limit",
     [
-        (32_768, 512, 8, 1, {}, 96),
-        (32_768, 512, 8, 1, {"chunk": 1024}, 48),
-        (1_048_576, 768, 8, 1, {}, 1536),
-        (196_608, 512, 64, 1, {}, 128),
-        (196_608, 512, 8, 8, {}, 224),
-        (32_768, 512, 8, 1, {"loss": sigmoid_loss}, 96),
-        (32_773 * 8, 512, 8, 1, {}, 400),  # a prime number of pairs on each
+        (32_768, 512, 8, 1, {}, 64),
+        (32_768, 512, 8, 1, {"chunk": 1024}, 37),
+        (1_048_576, 768, 8, 1, {}, 710),
+        (196_608, 512, 64, 1, {}, 47),
+        (196_608, 512, 8, 8, {}, 160),
+        (32_768, 512, 8, 1, {"loss": sigmoid_loss}, 72),
+        (32_771 * 8, 512, 8, 1, {}, 215),  # a prime number of pairs on each
     ],
 )
 def test_temporary_memory(B, D, rows, cols, settings, limit):
     used = compiled(B, D, rows, cols, **settings).memory_analysis().temp_size_in_bytes / MIB
-    print(f"{used:.1f} MiB")
-    assert used <= limit
+    assert 0.5 * limit < used <= limit
 
 
 def test_the_other_methods_hold_their_blocks():
@@ -54,6 +54,8 @@ def test_the_other_methods_hold_their_blocks():
         assert compiled(32_768, 512, 8, method=method).memory_analysis().temp_size_in_bytes / MIB > blocks * block
 
 
-def test_a_square_of_devices_moves_a_quarter_of_what_a_line_does():
-    square, line = (read_program(compiled(196_608, 512, *sizes).as_text()).bytes_moved for sizes in ((8, 8), (64, 1)))
-    assert square <= line / 4
+@pytest.mark.parametrize("r, c", [(64, 1), (8, 8)])
+def test_what_travels(r, c):
+    """(7.1) of docs/loss.md for bfloat16 features: sums over devices are float32. Beside it, two scalars."""
+    beside = read_program(compiled(196_608, 512, r, c).as_text()).bytes_moved - received(196_608, 512, r, c, width=2)
+    assert 0 < beside < 2 * 2 * 4

@@ -50,7 +50,6 @@ def test_every_config_is_valid_and_starts_with_its_command(path):
         ("mesh", (), "must have an axis 'rows'"),
         ("mesh", ("rows", 8), "pairs of a name and a size"),
         ("mesh", (("rows", True),), "pairs of a name and a size"),
-        ("mesh", (("rows", 2), ("rows", 4)), "two axes of one name"),
         ("data.source", "tfds", "config.data.tfds_name is not set"),
         ("eval.templates", ("a photo",), r"'a photo' has no \{\}"),
         ("batch_size", 0, "config.batch_size=0 must be at least 1"),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference import features, rectangle, value_and_gradients
+from reference import MESHES, features, rectangle, value_and_gradients
 
 from disco_jax.losses import contrastive_loss, sigmoid_loss
 
@@ -40,6 +40,18 @@ def test_metrics(loss, mesh, labelled):
     assert 0 < metrics.image_to_text_accuracy < 1
     assert all(metric.dtype == jnp.float32 for metric in metrics)
     np.testing.assert_allclose(value, function(images, texts, *scalars, **settings), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", ["1", "8", "4x2"])
+def test_padding_is_nobodys_positive_or_negative(mesh):
+    """Nor is it of label 0, which it is filled with."""
+    division = rectangle(mesh)
+    B = 5 * division["mesh"].size
+    images = jnp.abs(features(B, D=8, dtype=jnp.float32)[0])  # all similarities lie below the padding's 0
+    labels = jnp.asarray(np.random.default_rng(2).integers(0, 3, B))
+    settings = {"labels": labels, "chunk": 3 * MESHES[mesh][0], **division}
+    _, metrics = contrastive_loss(images, -images, SCALARS[0], return_metrics=True, **settings)
+    np.testing.assert_allclose(metrics, expected_metrics(images, -images, np.asarray(labels)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
