@@ -14,7 +14,7 @@ test: $(VENV)/installed-dev
 
 # Under the modes that jax and Flax are about to make their defaults.
 test-modes: $(VENV)/installed-dev
-	JAX_CUSTOM_VJP3=1 $(BIN)/python -m pytest tests/losses
+	JAX_CUSTOM_VJP3=1 $(BIN)/python -m pytest tests/losses/test_exactness.py
 	NNX_GRAPH_MODE=false NNX_GRAPH_UPDATES=false $(BIN)/python -m pytest tests/models tests/training/test_step.py
 
 # Memory on GPUs that are not there. Their plug-in lies apart: in .venv it would complain, at every start, of no GPU.
