@@ -60,7 +60,7 @@ class Row:
     milliseconds: of a call, median over the rounds; times_*: that, divided by the milliseconds of the method named.
 
     Two things that XLA does show in the products: walks over a block of one tile share its similarities (3, not 4), and
-    what does not fit into the memory of a target is computed again and again (7 to 10).
+    what does not fit into the memory of a target is computed again and again (up to 10).
     """
 
     method: str
