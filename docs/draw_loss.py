@@ -42,8 +42,8 @@ def main() -> None:
     figure.savefig(HERE / "blocks.png")
 
     figure = _figure(14, 4.8)
-    _devices(figure.add_axes((0.02, 0.64, 0.5, 0.28)), 8, 1, "8 x 1: every text visits 8 devices")
-    _devices(figure.add_axes((0.02, 0.03, 0.5, 0.46)), 4, 2, "4 x 2: every text visits 4 devices, every image 2")
+    _devices(figure.add_axes((0.02, 0.64, 0.5, 0.28)), 8, 1, "8 x 1 (p to the right): a text visits 8 devices")
+    _devices(figure.add_axes((0.02, 0.03, 0.5, 0.46)), 4, 2, "4 x 2 (q downwards): a text visits 4 devices, an image 2")
     _received(figure.add_axes((0.64, 0.05, 0.33, 0.8)))
     figure.savefig(HERE / "traffic.png")
 
