@@ -16,7 +16,7 @@ def get_config() -> ConfigDict:
     config.batch_size = 32_768
     config.total_steps = 32 * 400_000_000 // config.batch_size
     config.model.name = "ViT-B-32"
-    config.model.remat = True
+    config.model.remat = "full"
     config.data.threads = 64
     config.eval.every_steps = 5_000
     config.eval.batch_size = 4_096

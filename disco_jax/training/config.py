@@ -21,6 +21,7 @@ FREE_ON_RESUME = frozenset(
     f"config.{name}"
     for name in (
         *("checkpoint", "cpu_devices", "distributed", "eval", "log", "on_nonfinite", "resume_changed"),
+        *("mesh", "microbatch", "stream_inputs", "sharding", "model.attention", "model.remat"),  # but for rounding
         *(f"data.{key}" for key in ("eval", "index_cache", "label", "max_dropped", "threads")),
     )
 )
@@ -42,6 +43,15 @@ def default_config() -> ConfigDict:
     config.mesh = placeholder(tuple)
     config.cpu_devices = placeholder(int)  # run on so many simulated CPU devices
 
+    # What decides the memory of a device, and changes no number but for rounding; so does model.remat.
+    config.microbatch = placeholder(int)  # samples a device encodes at a time; unset: all of its share of the batch
+    config.stream_inputs = False  # the batch waits in the host's memory; a device holds two microbatches of it
+    config.sharding = "replicated"  # or "zero1": optimizer state divided over the devices; "fsdp": parameters too
+
+    config.lock_image = False  # leave the image tower as it starts (LiT), without gradients and optimizer state
+    config.lock_text = False
+    config.ema_decay = placeholder(float)  # keep a running average of the parameters, e.g. 0.9999; see eval.ema
+
     config.distributed = ConfigDict()  # unset: as a complete cluster environment says, else one process
     config.distributed.coordinator = placeholder(str)  # host:port of process 0
     config.distributed.num_processes = placeholder(int)
@@ -50,7 +60,9 @@ def default_config() -> ConfigDict:
     config.model = ConfigDict()
     config.model.name = "ViT-B-32"  # a preset of disco_jax.models, by open_clip's name
     config.model.dtype = "bfloat16"  # of the computation; parameters are float32
-    config.model.remat = False  # compute blocks again in the backward pass: less memory, a third more work
+    config.model.remat = "none"  # what the backward pass computes again: "full": blocks, "dots": all but their products
+    config.model.attention = "auto"  # "xla", or "cudnn": fused, of GPUs; auto: cudnn where it is supported
+    config.model.patch_dropout = 0.0  # share of an image's patches left out in training (FLIP)
     config.model.image_size = placeholder(int)  # instead of the preset's
     config.model.patch_size = placeholder(int)
     config.model.context_length = placeholder(int)
@@ -81,18 +93,23 @@ def default_config() -> ConfigDict:
     config.data.max_dropped = 0.01  # stop when a larger share of the examples is bad
     config.data.threads = 16  # per process, that read and decode
 
-    config.optimizer = ConfigDict()  # AdamW as OpenAI's recipe; cosine to 0
+    config.optimizer = ConfigDict()  # as OpenAI's recipe
+    config.optimizer.name = "adamw"  # or "lion", "adafactor"
     config.optimizer.learning_rate = 5e-4
-    config.optimizer.beta1 = 0.9
-    config.optimizer.beta2 = 0.98
-    config.optimizer.eps = 1e-6
-    config.optimizer.weight_decay = 0.2  # on matrices only
-    config.optimizer.warmup_steps = 2000
+    config.optimizer.beta1 = 0.9  # adafactor: of its momentum, 0 for none
+    config.optimizer.beta2 = 0.98  # not of adafactor
+    config.optimizer.eps = 1e-6  # adamw
+    config.optimizer.weight_decay = 0.2  # on matrices only; times the learning rate
+    config.optimizer.schedule = "cosine"  # to 0 at the end; or "constant", "rsqrt"
+    config.optimizer.rsqrt_timescale = 10_000  # rsqrt: learning_rate / sqrt(1 + steps after warm-up / timescale)
+    config.optimizer.warmup_steps = 2000  # linear from 0
+    config.optimizer.cooldown_steps = 0  # the last steps: the schedule times a line to 0
     config.optimizer.grad_clip = placeholder(float)  # largest global norm; unset: none
 
     config.eval = ConfigDict()
     config.eval.every_steps = 1000  # and at the end; 0: only at the end
     config.eval.batch_size = 1024
+    config.eval.ema = False  # evaluate the running average of the parameters
     config.eval.train_examples = 0  # so many training pairs are evaluated too, as train/...
     config.eval.classes = placeholder(str)  # file of class names, one a line, for zero-shot; tfds: the dataset's own
     config.eval.templates = ("a photo of a {}.",)
