@@ -12,11 +12,15 @@ from jax.experimental import topologies
 
 @dataclass(frozen=True)
 class GPUTarget:
-    """A GPU as XLA's public target specifications describe it, but for versions; bytes, and bytes a second."""
+    """A GPU as XLA's public target specifications describe it, but for versions; bytes, and bytes a second.
+
+    peak_flops: of bfloat16 tensor cores a second, without sparsity, by NVIDIA's data sheets.
+    """
 
     description: str
     memory: int
     bandwidth: int
+    peak_flops: int
     cores: int
     fpus_per_core: int
     clock_ghz: float
@@ -31,6 +35,7 @@ TARGETS = {
         "NVIDIA A100-SXM4-40GB",
         memory=42331013120,
         bandwidth=1555200000000,
+        peak_flops=312 * 10**12,
         cores=108,
         fpus_per_core=64,
         clock_ghz=1.41,
@@ -43,6 +48,7 @@ TARGETS = {
         "NVIDIA A100-SXM4-80GB",
         memory=85100068864,
         bandwidth=2039040000000,
+        peak_flops=312 * 10**12,
         cores=108,
         fpus_per_core=64,
         clock_ghz=1.41,
@@ -55,6 +61,7 @@ TARGETS = {
         "NVIDIA H100 80GB HBM3",
         memory=84942979072,
         bandwidth=3352320000000,
+        peak_flops=989 * 10**12,
         cores=132,
         fpus_per_core=128,
         clock_ghz=1.98,
@@ -64,9 +71,10 @@ TARGETS = {
         capability=(9, 0),
     ),
     "h200-141gb": GPUTarget(
-        "NVIDIA H200 141GB HBM3e",
+        "NVIDIA H200",
         memory=151397597184,
         bandwidth=4800000000000,
+        peak_flops=989 * 10**12,
         cores=132,
         fpus_per_core=128,
         clock_ghz=1.98,
@@ -79,6 +87,7 @@ TARGETS = {
         "NVIDIA B200",
         memory=191514411008,
         bandwidth=7672320000000,
+        peak_flops=2250 * 10**12,
         cores=148,
         fpus_per_core=128,
         clock_ghz=1.965,
@@ -88,6 +97,11 @@ TARGETS = {
         capability=(10, 0),
     ),
 }
+
+
+def peak_flops(device_kind: str) -> int | None:
+    """Bfloat16 FLOPs a second of a `jax.Device` by its `device_kind`; None where it is none of TARGETS, as a CPU is."""
+    return next((gpu.peak_flops for gpu in TARGETS.values() if gpu.description == device_kind), None)
 
 
 def target_devices(target: str, hosts: int, gpus_per_host: int) -> list[jax.Device]:

@@ -11,7 +11,9 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\
 _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%([\w.\-]+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_COLLECTIVE = re.compile(r"^(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?$")
+_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_COLLECTIVE = re.compile(rf"^({'|'.join(_KINDS)})(?:-start)?$")
+_NOT_READ = re.compile(r"^(collective-broadcast|ragged-all-to-all|send|recv)(?:-start)?$")
 
 
 class Collective(NamedTuple):
@@ -27,8 +29,19 @@ class Collective(NamedTuple):
     calls: int
 
 
+class Traffic(NamedTuple):
+    """All collectives of a kind in one call of a program: how many, and the bytes that each device receives."""
+
+    calls: int
+    bytes: int
+
+
 class Program(NamedTuple):
-    """Of one device: multiply-adds in matrix products, and all collectives of more than one device."""
+    """Of one device: multiply-adds in matrix products, and all collectives of more than one device.
+
+    Products that a library computes in a custom call are not counted. In programs for GPUs these are most of them:
+    cuBLAS's, and cuDNN's attention.
+    """
 
     multiply_adds: int
     collectives: list[Collective]
@@ -36,11 +49,21 @@ class Program(NamedTuple):
     @property
     def bytes_moved(self) -> int:
         """What a device receives from others in one call of the program."""
-        return sum(collective.bytes * collective.calls for collective in self.collectives)
+        return sum(traffic.bytes for traffic in self.by_kind.values())
+
+    @property
+    def by_kind(self) -> dict[str, Traffic]:
+        """What travels by each kind of collective. Compilers merge calls, so bytes tell more than calls do."""
+        kinds: dict[str, Traffic] = dict.fromkeys(_KINDS, Traffic(0, 0))
+        for kind, _, size, calls in self.collectives:
+            kinds[kind] = Traffic(kinds[kind].calls + calls, kinds[kind].bytes + size * calls)
+        return kinds
 
 
 def read_program(text: str) -> Program:
-    """Reads the text of a compiled program, from `compiled.as_text()`.
+    """Reads the text of a compiled program, from `compiled.as_text()`, of CPUs or GPUs.
+
+    What a loop calls counts once for each of its steps, an asynchronous collective where it starts.
 
     Raises:
         ValueError: the text is not understood, e.g. a loop whose number of steps is not known.
@@ -52,15 +75,16 @@ def read_program(text: str) -> Program:
     for name, calls in counts.items():
         shapes = {instruction.name: instruction.shape for instruction in computations[name]}
         for instruction in computations[name]:
-            operands = [shapes.get(operand, "") for operand in instruction.operands]
             match = _COLLECTIVE.match(instruction.opcode)
             if instruction.opcode == "dot":
-                multiply_adds += calls * _dot_size(instruction, operands[0])
+                multiply_adds += calls * _dot_size(instruction, _operand_shapes(instruction, shapes)[0])
             elif match:
                 group = _group_size(instruction.rest)
                 if group > 1:
-                    size = _received(match[1], sum(map(_bytes, operands)), group)
-                    collectives.append(Collective(match[1], group, size, calls))
+                    size = sum(map(_bytes, _operand_shapes(instruction, shapes)))
+                    collectives.append(Collective(match[1], group, _received(match[1], size, group), calls))
+            elif _NOT_READ.match(instruction.opcode):
+                raise ValueError(f"the {instruction.opcode} {instruction.name}: what it sends is not known")
     return Program(multiply_adds, collectives)
 
 
@@ -94,6 +118,8 @@ def _count_calls(computations: dict[str, list[_Instruction]], name: str, calls: 
     counts[name] += calls
     for instruction in computations[name]:
         times = calls
+        if instruction.opcode.endswith(("-update", "-done")):
+            continue  # may name again what its start calls
         if instruction.opcode == "conditional":
             raise ValueError(f"the conditional {instruction.name}: which branch runs is not known")
         if instruction.opcode == "while":
@@ -103,6 +129,12 @@ def _count_calls(computations: dict[str, list[_Instruction]], name: str, calls: 
             times *= int(trips[1])
         for called in _CALLED.findall(instruction.rest):
             _count_calls(computations, called, times, counts)
+
+
+def _operand_shapes(instruction: _Instruction, shapes: dict[str, str]) -> list[str]:
+    if not instruction.operands or not all(operand in shapes for operand in instruction.operands):
+        raise ValueError(f"the operands of {instruction.name} are not understood: {instruction.rest[:200]}")
+    return [shapes[operand] for operand in instruction.operands]
 
 
 def _dot_size(dot: _Instruction, left: str) -> int:

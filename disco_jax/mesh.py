@@ -121,12 +121,13 @@ def simulate_cpu_devices(n: int) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def make_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
+def make_mesh(axes: Sequence[tuple[str, int]], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The devices of all processes as a mesh.
 
     Args:
         axes: name and size of each axis, outermost first; one size may be -1 and then takes the rest. A single
             process may use fewer devices than there are: the first ones.
+        devices: others than those of jax, e.g. absent ones.
 
     Raises:
         ValueError: wrong names or sizes, or not as many devices as asked for.
@@ -138,7 +139,7 @@ def make_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(f"{asked} needs sizes of at least 1; one of them may be -1, the rest of the devices")
 
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     fixed = math.prod(size for size in sizes if size != -1)
     if fixed > len(devices):
         raise ValueError(

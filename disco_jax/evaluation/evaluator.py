@@ -3,25 +3,26 @@
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
 from absl import logging
-from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, PyTree, UInt8
 
 from disco_jax.data.captions import clean_caption
 from disco_jax.data.examples import ExampleSource
 from disco_jax.data.loader import DropCounter, Preprocessor, eval_batches
+from disco_jax.encoding import Encoder
 from disco_jax.evaluation.retrieval import retrieval_metrics, top_images
 from disco_jax.evaluation.zero_shot import class_embeddings, zero_shot_metrics
 from disco_jax.mesh import batch_sharding, global_array, replicated
-from disco_jax.models import CLIP
 
 
 @dataclass(frozen=True)
 class SplitFeatures:
-    """Features of the usable examples of a split, one row each; not normalised.
+    """Features of the usable examples of a split, one row each, L2-normalised.
 
     images, texts: float32 [n, D]; labels: int32 [n], -1 where there is none; indices: int [n], places in the source.
     """
@@ -36,8 +37,8 @@ class Evaluator:
     """Retrieval, and zero-shot classification where classes are known, over the devices of a mesh.
 
     Args:
-        graphdef: of the model.
-        mesh: its devices; each encodes its share of a batch.
+        encoder: of the model; its patch dropout is for training.
+        mesh: the devices; each encodes its share of a batch.
         preprocessor: as in training.
         batch_size: examples at a time over all devices, which it must divide over.
         class_names: what the labels stand for; empty: no zero-shot.
@@ -47,7 +48,7 @@ class Evaluator:
 
     def __init__(
         self,
-        graphdef: nnx.GraphDef[CLIP],
+        encoder: Encoder,
         mesh: jax.sharding.Mesh,
         preprocessor: Preprocessor,
         *,
@@ -60,19 +61,25 @@ class Evaluator:
         self.class_names, self.templates = class_names, templates
         self._sharding = batch_sharding(mesh)
 
-        def encode(
+        divided = PartitionSpec(mesh.axis_names)
+
+        def encode(tower: str, params: PyTree, inputs: Array) -> Float[Array, "B D"]:
+            on_devices = jax.shard_map(
+                lambda params, inputs: encoder.encode(tower, encoder.fetch(params), inputs).astype("float32"),
+                mesh=mesh,
+                in_specs=(encoder.specs, divided),
+                out_specs=divided,
+            )
+            return on_devices(params, inputs)
+
+        def encode_all(
             params: PyTree, images: Array, tokens: Array, labels: Array, valid: Array
         ) -> tuple[Array, Array, Array, Array]:
-            clip = nnx.merge(graphdef, params)
-            images, texts = clip.encode_image(images), clip.encode_text(tokens)
-            return images.astype("float32"), texts.astype("float32"), labels, valid
-
-        def encode_text(params: PyTree, tokens: Int[Array, "B L"]) -> Float[Array, "B D"]:
-            return nnx.merge(graphdef, params).encode_text(tokens).astype("float32")
+            return encode("visual", params, images), encode("text", params, tokens), labels, valid
 
         # Replicated: every process fetches all rows.
-        self._encode = jax.jit(encode, out_shardings=replicated(mesh))
-        self._encode_text = jax.jit(encode_text, out_shardings=replicated(mesh))
+        self._encode = jax.jit(encode_all, out_shardings=replicated(mesh))
+        self._encode_text = jax.jit(partial(encode, "text"), out_shardings=replicated(mesh))
 
     def features(self, params: PyTree, source: ExampleSource, size: int | None = None) -> SplitFeatures:
         """Encodes the first `size` examples of `source` (default: all); bad ones are left out.

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,45 @@ def torch_default_bias(fan_in: int) -> Initializer:
     return lambda key, shape, dtype=jnp.float32, out_sharding=None: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
-def layer_norm(width: int, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """LayerNorm of CLIP: epsilon 1e-5, two-pass variance, float32 whatever the compute dtype is."""
-    return nnx.LayerNorm(width, epsilon=1e-5, use_fast_variance=False, dtype=jnp.float32, rngs=rngs)
+# A function of the parameters of one block, applied where the block is: gathers what lies divided over devices.
+FetchBlock: TypeAlias = Callable[[PyTree], PyTree]
+# What FetchBlock calls its results, by `jax.ad_checkpoint.checkpoint_name`: they are never kept for the backward pass.
+FETCHED = "fetched"
+
+REMATS = ("none", "dots", "full")
+ATTENTIONS = ("auto", "xla", "cudnn")
+
+
+def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
+    """The type of statistics, sums and embeddings beside products in `dtype`: float64 for float64, else float32."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def layer_norm(width: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """LayerNorm of CLIP: epsilon 1e-5, two-pass variance, at least float32 whatever the compute dtype is."""
+    return nnx.LayerNorm(width, epsilon=1e-5, use_fast_variance=False, dtype=at_least_float32(dtype), rngs=rngs)
+
+
+def check_cudnn(dtype: DTypeLike, head_width: int) -> None:
+    """Raises ValueError, saying why, where cuDNN's attention does not work on jax's default devices."""
+    device = jax.devices()[0]
+    if device.platform != "gpu" or float(getattr(device, "compute_capability", 0)) < 8:
+        raise ValueError(f"cuDNN's attention needs NVIDIA GPUs from A100 on; this is {device.device_kind}: use 'xla'")
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(f"cuDNN's attention computes in bfloat16, not {jnp.dtype(dtype)}: use 'xla'")
+    if head_width > 128 or head_width % 8:
+        raise ValueError(f"cuDNN's attention needs a head width up to 128 in steps of 8, not {head_width}: use 'xla'")
+
+
+def attention_implementation(attention: str, dtype: DTypeLike, head_width: int) -> str:
+    """ "xla" or "cudnn" for `jax.nn.dot_product_attention`; "auto" is cuDNN where `check_cudnn` finds nothing."""
+    if attention != "auto":
+        return attention
+    try:
+        check_cudnn(dtype, head_width)
+    except ValueError:
+        return "xla"
+    return "cudnn"
 
 
 class KernelInit(NamedTuple):
@@ -47,13 +83,22 @@ class KernelInit(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Multi-head self-attention; queries, keys and values in one kernel, softmax in float32."""
+    """Multi-head self-attention; queries, keys and values in one kernel, softmax at least in float32."""
 
     def __init__(
-        self, width: int, heads: int, *, causal: bool, kernel_init: KernelInit, dtype: DTypeLike, rngs: nnx.Rngs
+        self,
+        width: int,
+        heads: int,
+        *,
+        causal: bool,
+        kernel_init: KernelInit,
+        dtype: DTypeLike,
+        attention: str,
+        rngs: nnx.Rngs,
     ):
         self.heads = heads
         self.causal = causal
+        self.implementation = attention_implementation(attention, dtype, width // heads)
         self.in_proj = nnx.Linear(width, 3 * width, kernel_init=kernel_init.in_proj, dtype=dtype, rngs=rngs)
         self.out_proj = nnx.Linear(width, width, kernel_init=kernel_init.out_proj, dtype=dtype, rngs=rngs)
 
@@ -61,7 +106,8 @@ class Attention(nnx.Module):
         """Attend over the tokens, in the compute dtype; a causal layer sees only earlier tokens and itself."""
         b, L, W = x.shape
         q, k, v = jnp.moveaxis(self.in_proj(x).reshape(b, L, 3, self.heads, W // self.heads), 2, 0)
-        return self.out_proj(jax.nn.dot_product_attention(q, k, v, is_causal=self.causal).reshape(b, L, W))
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=self.causal, implementation=self.implementation)
+        return self.out_proj(attended.reshape(b, L, W))
 
 
 class MLP(nnx.Module):
@@ -84,7 +130,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "b L W"]) -> Float[Array, "b L W"]:
         """Apply the layers to each token, in the compute dtype."""
-        return self.c_proj(ACTIVATIONS[self.activation](self.c_fc(x)))
+        # Of the activation only its input is kept for the backward pass: computing it again costs next to nothing.
+        return self.c_proj(jax.checkpoint(ACTIVATIONS[self.activation], prevent_cse=False)(self.c_fc(x)))
 
 
 class Block(nnx.Module):
@@ -100,11 +147,14 @@ class Block(nnx.Module):
         activation: str,
         kernel_init: KernelInit,
         dtype: DTypeLike,
+        attention: str,
         rngs: nnx.Rngs,
     ):
-        self.ln_1 = layer_norm(width, rngs=rngs)
-        self.attn = Attention(width, heads, causal=causal, kernel_init=kernel_init, dtype=dtype, rngs=rngs)
-        self.ln_2 = layer_norm(width, rngs=rngs)
+        self.ln_1 = layer_norm(width, dtype=dtype, rngs=rngs)
+        self.attn = Attention(
+            width, heads, causal=causal, kernel_init=kernel_init, dtype=dtype, attention=attention, rngs=rngs
+        )
+        self.ln_2 = layer_norm(width, dtype=dtype, rngs=rngs)
         self.mlp = MLP(width, mlp_width, activation=activation, kernel_init=kernel_init, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b L W"]) -> Float[Array, "b L W"]:
@@ -127,7 +177,8 @@ class Transformer(nnx.Module):
         activation: str,
         kernel_init: KernelInit,
         dtype: DTypeLike,
-        remat: bool,
+        remat: str,
+        attention: str,
         rngs: nnx.Rngs,
     ):
         self.remat = remat
@@ -142,23 +193,32 @@ class Transformer(nnx.Module):
                     activation=activation,
                     kernel_init=kernel_init,
                     dtype=dtype,
+                    attention=attention,
                     rngs=nnx.Rngs(key),
                 )
             )
 
         self.blocks = nnx.merge(*jax.vmap(split_block)(jax.random.split(rngs.params(), layers)))
 
-    def __call__(self, x: Float[Array, "b L W"]) -> Float[Array, "b L W"]:
+    def __call__(self, x: Float[Array, "b L W"], fetch_block: FetchBlock | None = None) -> Float[Array, "b L W"]:
         """Apply the blocks in order; x is in the compute dtype."""
         graphdef, params = nnx.split(self.blocks)
-        return _scan_blocks(graphdef, params, x, self.remat)
+        return _scan_blocks(graphdef, nnx.to_pure_dict(params), x, self.remat, fetch_block)
 
 
-@functools.partial(jax.jit, static_argnums=3)  # outside of a jit, a scan with a fresh body would compile at each call
+@functools.partial(jax.jit, static_argnums=(3, 4))  # without a jit around, a fresh scan would compile at each call
 def _scan_blocks(
-    graphdef: nnx.GraphDef, params: PyTree, x: Float[Array, "b L W"], remat: bool
+    graphdef: nnx.GraphDef, params: PyTree, x: Float[Array, "b L W"], remat: str, fetch_block: FetchBlock | None
 ) -> Float[Array, "b L W"]:
     def apply_block(x: Array, params: PyTree) -> tuple[Array, None]:
-        return nnx.merge(graphdef, params)(x), None
+        block = nnx.merge(graphdef, fetch_block(params) if fetch_block else params)
+        return block(x), None
 
-    return jax.lax.scan(jax.checkpoint(apply_block) if remat else apply_block, x, params)[0]
+    policies = {
+        "none": jax.checkpoint_policies.save_anything_except_these_names(FETCHED),
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "full": None,
+    }
+    if remat != "none" or fetch_block:
+        apply_block = jax.checkpoint(apply_block, policy=policies[remat], prevent_cse=False)
+    return jax.lax.scan(apply_block, x, params)[0]

@@ -21,7 +21,15 @@ FREE_ON_RESUME = frozenset(
     f"config.{name}"
     for name in (
         *("checkpoint", "cpu_devices", "distributed", "eval", "log", "on_nonfinite", "resume_changed"),
-        *("mesh", "microbatch", "stream_inputs", "sharding", "model.attention", "model.remat"),  # but for rounding
+        *(
+            "mesh",
+            "microbatch",
+            "prefetch",
+            "stream_inputs",
+            "sharding",
+            "model.attention",
+            "model.remat",
+        ),  # but for rounding
         *(f"data.{key}" for key in ("eval", "index_cache", "label", "max_dropped", "threads")),
     )
 )
@@ -46,6 +54,7 @@ def default_config() -> ConfigDict:
     # What decides the memory of a device, and changes no number but for rounding; so does model.remat.
     config.microbatch = placeholder(int)  # samples a device encodes at a time; unset: all of its share of the batch
     config.stream_inputs = False  # the batch waits in the host's memory; a device holds two microbatches of it
+    config.prefetch = True  # not streamed: the next batch travels during a step, so that devices hold two of them
     config.sharding = "replicated"  # or "zero1": optimizer state divided over the devices; "fsdp": parameters too
 
     config.lock_image = False  # leave the image tower as it starts (LiT), without gradients and optimizer state

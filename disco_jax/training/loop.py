@@ -16,14 +16,14 @@ from ml_collections import ConfigDict
 from disco_jax.data.loader import Batch, DropCounter, train_batches
 from disco_jax.evaluation.evaluator import SplitFeatures, example_queries
 from disco_jax.evaluation.report import write_report
-from disco_jax.mesh import any_process, batch_sharding, global_array, replicated
+from disco_jax.mesh import any_process
 from disco_jax.training.checkpoints import Checkpoints
+from disco_jax.training.compiled import compile_step
 from disco_jax.training.config import ConfigError
 from disco_jax.training.metrics import MetricWriter, read_history
-from disco_jax.training.optimizer import make_schedule
+from disco_jax.training.program import TrainState
 from disco_jax.training.setup import Setup, prepare, write_config
 from disco_jax.training.signals import StopSignal, TrainingInterrupted
-from disco_jax.training.step import TrainState, compile_step, make_init, make_train_step
 
 NONFINITE_CURE = (
     "the checkpoints are from before: go on from the last one with --config.resume_changed=True and a lower "
@@ -58,12 +58,12 @@ def train(config: ConfigDict, workdir: str | os.PathLike[str]) -> dict[str, floa
     config = setup.config
     with StopSignal() as stop_signal, Checkpoints(setup.workdir / "checkpoints", config.checkpoint) as checkpoints:
         if checkpoints.latest_step is None:
-            init = make_init(setup.model, setup.optimizer, config.seed)
             # Runs once: the time to compile it is what counts.
             quickly = {"xla_backend_optimization_level": 0}
-            state = jax.jit(init, out_shardings=replicated(setup.mesh), compiler_options=quickly)()
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.program.abstract_state)
+            state = jax.jit(setup.program.init, out_shardings=shardings, compiler_options=quickly)()
         else:
-            state = checkpoints.restore(setup.abstract_state)
+            state = checkpoints.restore(setup.program.abstract_state)
             logging.info("Resumed from step %d", checkpoints.latest_step)
         if setup.is_main:
             write_config(setup)  # only now: settings that don't fit the checkpoint must not replace those that do
@@ -95,6 +95,7 @@ def evaluate(setup: Setup, state: TrainState) -> Evaluation:
     metrics: dict[str, float] = {}
     features = None
     step = int(jax.device_get(state.step))
+    params = averaged(state) if setup.config.eval.ema else state.params
     for name, source, size in (
         ("train", setup.train_source, setup.config.eval.train_examples),
         ("eval", setup.eval_source, None),
@@ -102,10 +103,10 @@ def evaluate(setup: Setup, state: TrainState) -> Evaluation:
         if source is None or size == 0:
             continue
         try:
-            features = setup.evaluator.features(state.params, source, size)
+            features = setup.evaluator.features(params, source, size)
             if not (np.isfinite(features.images).all() and np.isfinite(features.texts).all()):
                 raise NonFiniteLossError(f"step {step}: the features hold NaN or inf; {NONFINITE_CURE}")
-            scores = setup.evaluator.metrics(state.params, features)
+            scores = setup.evaluator.metrics(params, features)
         except ValueError as error:
             raise ConfigError(f"the {name} examples cannot be evaluated: {error}") from error
         metrics |= {f"{name}/{key}": value for key, value in scores.items()}
@@ -122,20 +123,7 @@ def _run_steps(
     if step >= config.total_steps:
         logging.info("All %d steps are done already", step)
         return evaluate(setup, state)
-    train_step = compile_step(
-        make_train_step(
-            setup.graphdef,
-            setup.optimizer,
-            make_schedule(config.optimizer, config.total_steps),
-            mesh=setup.mesh,
-            loss=config.loss,
-            skip_nonfinite=config.on_nonfinite == "skip",
-        ),
-        setup.abstract_state,
-        setup.model,
-        config.batch_size,
-        setup.mesh,
-    )
+    train_step = compile_step(setup.program)
     recorder = _Recorder(setup, writer, step)
     drops = DropCounter(config.data.max_dropped, grace=min(1000, len(setup.train_source)))
     batches = train_batches(
@@ -147,14 +135,11 @@ def _run_steps(
         first_step=step,
         threads=config.data.threads,
     )
-    sharding = batch_sharding(setup.mesh)
     evaluation = None
     try:
         with closing(batches), jax.transfer_guard("disallow"):
             for batch in batches:
-                images = global_array(sharding, batch.images)
-                tokens = global_array(sharding, batch.tokens)
-                state, metrics = train_step(state, images, tokens)
+                state, metrics = train_step(state, batch.images, batch.tokens)
                 step += 1
                 recorder.record(step, metrics, batch)
 

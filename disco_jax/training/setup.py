@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import optax
 from absl import logging
-from flax import nnx
 from ml_collections import ConfigDict
 
 from disco_jax import mesh as mesh_lib
@@ -19,27 +16,22 @@ from disco_jax.data.loader import Preprocessor
 from disco_jax.data.sources import make_source
 from disco_jax.data.tokenizer import load_tokenizer
 from disco_jax.evaluation.evaluator import Evaluator
-from disco_jax.models import CLIP, CLIPConfig, decay_mask
+from disco_jax.models import decay_mask
 from disco_jax.training.checkpoints import check_space
-from disco_jax.training.config import ConfigError, differences, model_config, smoke_config, validate
+from disco_jax.training.config import ConfigError, differences, smoke_config, validate
 from disco_jax.training.metrics import read_history
-from disco_jax.training.optimizer import make_optimizer
-from disco_jax.training.step import TrainState, make_graphdef, make_init
+from disco_jax.training.program import Program, make_program
 
 CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The parts of a run; `abstract_state` has the shapes, dtypes and shardings of the training state."""
+    """The parts of a run."""
 
     config: ConfigDict
     workdir: Path
-    mesh: jax.sharding.Mesh
-    model: CLIPConfig
-    graphdef: nnx.GraphDef[CLIP]
-    optimizer: optax.GradientTransformation
-    abstract_state: TrainState
+    program: Program
     train_source: ExampleSource
     eval_source: ExampleSource | None
     preprocessor: Preprocessor
@@ -70,13 +62,9 @@ def _prepare(config: ConfigDict, workdir: Path) -> Setup:
         mesh_lib.simulate_cpu_devices(config.cpu_devices)
     mesh_lib.initialize_processes(**config.distributed.to_dict())
     mesh = mesh_lib.make_mesh(config.mesh or mesh_lib.default_axes())
-    for name, size in (("batch_size", config.batch_size), ("eval.batch_size", config.eval.batch_size)):
-        if size % mesh.size:
-            raise ConfigError(
-                f"config.{name}={size} does not divide over the {mesh.size} devices of the mesh: use a multiple"
-            )
     tokenizer = load_tokenizer(config.data.tokenizer)
-    model = model_config(config, tokenizer.vocab_size, tokenizer.eot_id)
+    program = make_program(config, mesh, tokenizer.vocab_size, tokenizer.eot_id)
+    model = program.model
     train_source = make_source(config.data, config.data.train, labelled=False)
     eval_source = make_source(config.data, config.data.eval, labelled=True) if config.data.eval else None
     preprocessor = Preprocessor(
@@ -87,9 +75,8 @@ def _prepare(config: ConfigDict, workdir: Path) -> Setup:
         scale=config.data.crop_scale,
         ratio=config.data.crop_ratio,
     )
-    graphdef = make_graphdef(model, jnp.dtype(config.model.dtype), remat=config.model.remat)
     evaluator = Evaluator(
-        graphdef,
+        program.encoder,
         mesh,
         preprocessor,
         batch_size=config.eval.batch_size,
@@ -97,19 +84,10 @@ def _prepare(config: ConfigDict, workdir: Path) -> Setup:
         templates=config.eval.templates,
         threads=config.data.threads,
     )
-    optimizer = make_optimizer(config.optimizer)
-    abstract_state = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=mesh_lib.replicated(mesh)),
-        jax.eval_shape(make_init(model, optimizer, config.seed)),
-    )
     setup = Setup(
         config=config,
         workdir=workdir,
-        mesh=mesh,
-        model=model,
-        graphdef=graphdef,
-        optimizer=optimizer,
-        abstract_state=abstract_state,
+        program=program,
         train_source=train_source,
         eval_source=eval_source,
         preprocessor=preprocessor,
@@ -117,7 +95,7 @@ def _prepare(config: ConfigDict, workdir: Path) -> Setup:
     )
     if setup.is_main:
         _claim_workdir(setup)
-        check_space(setup.workdir / "checkpoints", config.checkpoint, abstract_state)
+        check_space(setup.workdir / "checkpoints", config.checkpoint, program.abstract_state)
     _log(setup)
     return setup
 
@@ -183,11 +161,11 @@ def _log(setup: Setup) -> None:
         len(setup.train_source),
         len(setup.eval_source) if setup.eval_source is not None else 0,
         config.batch_size,
-        setup.mesh.size,
-        " x ".join(f"{name} {size}" for name, size in setup.mesh.shape.items()),
+        setup.program.mesh.size,
+        " x ".join(f"{name} {size}" for name, size in setup.program.mesh.shape.items()),
         jax.process_count(),
     )
-    params = setup.abstract_state.params
+    params = setup.program.abstract_state.params
     logging.info(
         "%s: %.2f M parameters, computed in %s",
         config.model.name,
@@ -196,6 +174,6 @@ def _log(setup: Setup) -> None:
     )
     groups: dict[bool, list[str]] = {True: [], False: []}
     for path, decayed in jax.tree_util.tree_leaves_with_path(decay_mask(params)):
-        groups[decayed].append(jax.tree_util.keystr(path[:-1], simple=True, separator="."))
+        groups[decayed].append(jax.tree_util.keystr(path, simple=True, separator="."))
     logging.info("Weight decay %s on: %s", config.optimizer.weight_decay, ", ".join(groups[True]))
     logging.info("No weight decay on: %s", ", ".join(groups[False]))
