@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-modes test-plan test-all check format
+.PHONY: demo test test-modes test-plan plan-table test-all check format
 
 demo: $(VENV)/installed
 	$(BIN)/python -m disco_jax.data.scenes runs/demo/data
@@ -20,6 +20,10 @@ test-modes: $(VENV)/installed-dev
 # Memory on GPUs that are not there. Their plug-in lies apart: in .venv it would complain, at every start, of no GPU.
 test-plan: $(VENV)/installed-plan
 	PYTHONPATH=$(VENV)/plan $(BIN)/python -m pytest -k gpu
+
+# The README's table of what fits on such GPUs; takes about a quarter of an hour on 2 cores.
+plan-table: $(VENV)/installed-plan
+	PYTHONPATH=$(VENV)/plan JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.plans
 
 # Both supported Pythons; give their paths where they are not on PATH.
 PYTHON311 ?= python3.11

@@ -1,35 +1,21 @@
 """Trains a CLIP: python train.py --config configs/NAME.py --workdir DIR [--config.key=value ...]"""
 
 import logging as python_logging
-import sys
+import os
+from functools import partial
 from pathlib import Path
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
 import disco_jax
+from disco_jax.command import leave, one_line, parse_flags
+from disco_jax.gpu_targets import POOL_SHARE
 from disco_jax.training import ConfigError, NonFiniteLossError, TooManyBadExamples, TrainingInterrupted, train
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Where the run's files go; the same command resumes it.", required=True)
 flags.mark_flag_as_required("config")
-
-
-def parse_flags(argv: list[str]) -> list[str]:
-    """As absl does, but a wrong config file, key or value ends with one line as well."""
-    try:
-        return flags.FLAGS(argv)
-    except (AttributeError, KeyError) as error:
-        sys.exit(f"train.py: unknown setting {one_line(error.args[0])}")
-    except (TypeError, ValueError, OSError, flags.Error) as error:
-        sys.exit(f"train.py: {one_line(error)}")
-    except Exception as error:  # of the config file
-        sys.exit(f"train.py: the config file fails with {type(error).__name__}: {one_line(error)}")
-
-
-def one_line(message: object) -> str:
-    """The words of a message without its line breaks."""
-    return " ".join(str(message).replace("\\n", " ").split())  # a KeyError quotes its message
 
 
 def is_ours(record: python_logging.LogRecord) -> bool:
@@ -39,21 +25,21 @@ def is_ours(record: python_logging.LogRecord) -> bool:
 
 def main(argv: list[str]) -> None:
     """Runs the training; what cannot be run ends with one line and exit status 1."""
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(POOL_SHARE))  # as the planner counts; jax's own is 0.75
     logging.set_verbosity(logging.INFO)
     logging.get_absl_handler().addFilter(is_ours)
     try:
         train(CONFIG.value, WORKDIR.value)
     except (ConfigError, NonFiniteLossError, TooManyBadExamples) as error:
-        sys.exit(f"train.py: {one_line(error)}")
+        leave(f"train.py: {one_line(error)}", 1)
     except OSError as error:
-        sys.exit(f"train.py: {one_line(error)}: once that is mended, the same command goes on from the last checkpoint")
+        leave(f"train.py: {one_line(error)}: once that is mended, the same command goes on from the last checkpoint", 1)
     except KeyboardInterrupt:
-        print("train.py: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        sys.exit(130)
+        leave("train.py: interrupted; the same command goes on from the last checkpoint", 130)
     except TrainingInterrupted as interrupted:
-        print(f"train.py: {interrupted}", file=sys.stderr)
-        sys.exit(128 + interrupted.signum)
+        leave(f"train.py: {interrupted}", 128 + interrupted.signum)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    app.run(main, flags_parser=partial(parse_flags, command="train.py", status=1))

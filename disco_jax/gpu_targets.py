@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import jax
 from jax.experimental import topologies
 
+# Of a GPU's memory, what the commands here let the runtime take.
+POOL_SHARE = 0.92
+
 
 @dataclass(frozen=True)
 class GPUTarget:

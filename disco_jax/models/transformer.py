@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ def check_cudnn(dtype: DTypeLike, head_width: int) -> None:
         raise ValueError(f"cuDNN's attention needs a head width up to 128 in steps of 8, not {head_width}: use 'xla'")
 
 
-def attention_implementation(attention: str, dtype: DTypeLike, head_width: int) -> str:
+def attention_implementation(attention: str, dtype: DTypeLike, head_width: int) -> Any:
     """ "xla" or "cudnn" for `jax.nn.dot_product_attention`; "auto" is cuDNN where `check_cudnn` finds nothing."""
     if attention != "auto":
         return attention

@@ -10,6 +10,8 @@ from ml_collections.config_dict import placeholder
 
 from disco_jax.losses.checks import check_method
 from disco_jax.models import CLIPConfig, preset
+from disco_jax.models.transformer import ATTENTIONS, REMATS
+from disco_jax.sharding import SHARDINGS
 
 
 class ConfigError(ValueError):
@@ -159,9 +161,17 @@ def smoke_config(config: ConfigDict) -> ConfigDict:
         cpu_devices=2,
         batch_size=16,
         total_steps=3,
-        model={"name": "tiny", "dtype": "float32", "image_size": 32, "patch_size": 8, "context_length": 16},
+        microbatch=config.microbatch and 4,
+        model={
+            "name": "tiny",
+            "dtype": "float32",
+            "attention": "xla",
+            "image_size": 32,
+            "patch_size": 8,
+            "context_length": 16,
+        },
         data={"source": "scenes", "train": "train", "eval": "held_out", "label": None, "tokenizer": None, "threads": 2},
-        optimizer={"warmup_steps": 1},
+        optimizer={"warmup_steps": 1, "cooldown_steps": min(1, config.optimizer.cooldown_steps)},
         eval={"every_steps": 2, "batch_size": 16, "train_examples": 0, "classes": None, "templates": ("a {}",)},
         checkpoint={"every_steps": 2, "best_metric": "eval/image_to_text/R@1"},
         log={"every_steps": 1, "wandb_project": None},
@@ -200,9 +210,12 @@ def validate(config: ConfigDict) -> None:
         "checkpoint.keep_best": 0,
         "log.every_steps": 1,
         "optimizer.warmup_steps": 0,
+        "optimizer.cooldown_steps": 0,
+        "optimizer.rsqrt_timescale": 1,
         "optimizer.weight_decay": 0,
         "data.max_dropped": 0,
         "cpu_devices": 1,
+        "microbatch": 1,
         "model.image_size": 1,
         "model.patch_size": 1,
         "model.context_length": 3,
@@ -222,11 +235,17 @@ def validate(config: ConfigDict) -> None:
         "on_nonfinite": ("stop", "skip"),
         "model.dtype": ("float32", "bfloat16"),
         "loss.name": ("contrastive", "sigmoid"),
+        "sharding": SHARDINGS,
+        "model.remat": REMATS,
+        "model.attention": ATTENTIONS,
         "data.source": ("tars", "tfds", "scenes"),
+        "optimizer.name": ("adamw", "lion", "adafactor"),
+        "optimizer.schedule": ("cosine", "constant", "rsqrt"),
     }
     for name, allowed in choices.items():
         if _get(config, name) not in allowed:
             raise ConfigError(f"config.{name}={_get(config, name)!r} is unknown: use one of {', '.join(allowed)}")
+    _check_memory_and_towers(config)
     loss = config.loss
     try:
         check_method(loss.method, loss.chunk, loss.label_smoothing)
@@ -241,6 +260,12 @@ def validate(config: ConfigDict) -> None:
         raise ConfigError(
             f"config.optimizer.warmup_steps={warmup} must be smaller than config.total_steps={total}: "
             "shorten the warm-up or lengthen the run"
+        )
+    cooldown = config.optimizer.cooldown_steps
+    if warmup + cooldown > total:
+        raise ConfigError(
+            f"config.optimizer.warmup_steps={warmup} and cooldown_steps={cooldown} are more than "
+            f"config.total_steps={total}: shorten one of them or lengthen the run"
         )
     for name in ("data.crop_scale", "data.crop_ratio"):
         low, high = _get(config, name)
@@ -260,6 +285,20 @@ def validate(config: ConfigDict) -> None:
         except ImportError:
             raise ConfigError("config.log.wandb_project needs wandb: pip install 'disco-jax[wandb]'") from None
     preset(config.model.name)  # raises with a suggestion
+
+
+def _check_memory_and_towers(config: ConfigDict) -> None:
+    rate, decay = config.model.patch_dropout, config.ema_decay
+    if not 0 <= rate < 1:
+        raise ConfigError(f"config.model.patch_dropout={rate} must lie in [0, 1): it is the share that is left out")
+    if decay is not None and not 0 < decay < 1:
+        raise ConfigError(f"config.ema_decay={decay} must lie between 0 and 1, e.g. 0.9999")
+    if config.eval.ema and decay is None:
+        raise ConfigError("config.eval.ema=True needs a running average: set config.ema_decay, e.g. to 0.9999")
+    if config.lock_image and config.lock_text:
+        raise ConfigError("config.lock_image and config.lock_text leave nothing to train: lock one tower at most")
+    if config.stream_inputs and config.microbatch is None:
+        raise ConfigError("config.stream_inputs=True needs config.microbatch: the pieces in which the batch travels")
 
 
 def _get(config: ConfigDict, name: str) -> Any:

@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,13 @@ from ml_collections import ConfigDict
 from disco_jax.data.loader import Batch, DropCounter, train_batches
 from disco_jax.evaluation.evaluator import SplitFeatures, example_queries
 from disco_jax.evaluation.report import write_report
+from disco_jax.gpu_targets import peak_flops
 from disco_jax.mesh import any_process
 from disco_jax.training.checkpoints import Checkpoints
 from disco_jax.training.compiled import compile_step
 from disco_jax.training.config import ConfigError
 from disco_jax.training.metrics import MetricWriter, read_history
-from disco_jax.training.program import TrainState
+from disco_jax.training.program import Program, TrainState, averaged
 from disco_jax.training.setup import Setup, prepare, write_config
 from disco_jax.training.signals import StopSignal, TrainingInterrupted
 
@@ -138,7 +140,7 @@ def _run_steps(
     evaluation = None
     try:
         with closing(batches), jax.transfer_guard("disallow"):
-            for batch in batches:
+            for batch in recorder.timed(batches):
                 state, metrics = train_step(state, batch.images, batch.tokens)
                 step += 1
                 recorder.record(step, metrics, batch)
@@ -188,8 +190,16 @@ class _Recorder:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leaves the time up to now out of samples/s."""
-        self._clock, self._clock_step = time.monotonic(), self._recorded
+        """Leaves the time up to now out of what is said of speed."""
+        self._clock, self._clock_step, self._waited = time.monotonic(), self._recorded, 0.0
+
+    def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches; the time that passes until they come is waiting for data."""
+        start = time.monotonic()
+        for batch in batches:
+            self._waited += time.monotonic() - start
+            yield batch
+            start = time.monotonic()
 
     def record(self, step: int, metrics: dict[str, jax.Array], batch: Batch) -> None:
         """Takes the metrics of `step`, just dispatched, and writes those of the step before."""
@@ -209,12 +219,18 @@ class _Recorder:
             self._nonfinite(step, metrics, batch)
         if step % config.log.every_steps and step != config.total_steps:
             return
-        seconds = time.monotonic() - self._clock
-        metrics["samples_per_sec"] = (step - self._clock_step) * config.batch_size / max(seconds, 1e-9)
+        seconds = max(time.monotonic() - self._clock, 1e-9)
+        samples = (step - self._clock_step) * config.batch_size
+        usage = device_usage(self._setup.program, samples / seconds) | {"data_wait": min(self._waited / seconds, 1.0)}
+        metrics |= {"samples_per_sec": samples / seconds} | usage
         self.restart_clock()
         self._writer.write(step, metrics)
         self._writer.progress(
-            step, loss=metrics["loss"], samples_per_sec=metrics["samples_per_sec"], scale=metrics["logit_scale"]
+            step,
+            loss=metrics["loss"],
+            samples_per_sec=metrics["samples_per_sec"],
+            scale=metrics["logit_scale"],
+            usage=usage,
         )
 
     def _nonfinite(self, step: int, metrics: dict[str, float], batch: Batch) -> None:
@@ -225,6 +241,24 @@ class _Recorder:
             self._writer.write(step, metrics)
             raise NonFiniteLossError(f"{found}; {NONFINITE_CURE}")
         logging.warning("Skipped the update of %s", found)
+
+
+def device_usage(program: Program, samples_per_sec: float) -> dict[str, float]:
+    """How the devices are used at a speed of the whole mesh.
+
+    `tflops`: model TFLOP/s of each device, without what is computed again; `mfu`: that as a share of the device's peak,
+    where `gpu_targets` knows it; `memory_gib`: the most that one of this process's devices has held so far, where jax
+    tells it.
+    """
+    device = program.mesh.local_devices[0]
+    flops = samples_per_sec * program.flops_per_sample / program.mesh.size
+    usage = {"tflops": flops / 1e12}
+    if (peak := peak_flops(device.device_kind)) is not None:
+        usage["mfu"] = flops / peak
+    held = [stats["peak_bytes_in_use"] for d in program.mesh.local_devices if (stats := d.memory_stats())]
+    if held:
+        usage["memory_gib"] = max(held) / 2**30
+    return usage
 
 
 def _write_report(setup: Setup, evaluation: Evaluation) -> None:

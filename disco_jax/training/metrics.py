@@ -94,13 +94,31 @@ class MetricWriter:
         if self._wandb is not None:
             self._wandb.log(values, step=step)
 
-    def progress(self, step: int, *, loss: SupportsFloat, samples_per_sec: SupportsFloat, scale: SupportsFloat) -> None:
-        """Show where the run is: in the bar where stderr is a terminal, else as one log line a call."""
+    def progress(
+        self,
+        step: int,
+        *,
+        loss: SupportsFloat,
+        samples_per_sec: SupportsFloat,
+        scale: SupportsFloat,
+        usage: Mapping[str, float] | None = None,
+    ) -> None:
+        """Show where the run is: in the bar where stderr is a terminal, else as one log line a call.
+
+        `usage` may hold `tflops`, `mfu`, `memory_gib` and `data_wait`, as in `metrics.jsonl`.
+        """
         if not self._is_main:
             return
         rate = float(samples_per_sec)
         left = tqdm.format_interval((self._total_steps - step) * self._batch_size / rate) if rate > 0 else "?"
         text = f"loss {float(loss):.4f}, {rate:,.0f} samples/s, scale {float(scale):.2f}, {left} left"
+        words = {
+            "tflops": "{:.3g} TFLOP/s a device",
+            "mfu": "MFU {:.1%}",
+            "memory_gib": "{:.1f} GiB",
+            "data_wait": "{:.0%} waiting for data",
+        }
+        text = ", ".join([text, *(words[name].format(value) for name, value in (usage or {}).items())])
         if self._bar is None:
             logging.info("step %d/%d: %s", step, self._total_steps, text)
         else:

@@ -14,6 +14,8 @@ from ml_collections import ConfigDict
 
 from disco_jax.encoding import TOWERS, Encoder, make_graphdef
 from disco_jax.models import CLIP, CLIPConfig
+from disco_jax.models.flops import loss_flops_per_sample, step_flops_per_sample
+from disco_jax.models.transformer import check_cudnn
 from disco_jax.sharding import abstract, divided_dims, shardings
 from disco_jax.training.config import ConfigError, model_config
 from disco_jax.training.optimizer import make_optimizer, make_schedule
@@ -60,6 +62,12 @@ class Program:
         return locked_towers(self.config)
 
     @property
+    def flops_per_sample(self) -> int:
+        """Model FLOPs of a step for each pair of the batch: of both towers and the loss, computed once."""
+        towers = step_flops_per_sample(self.model, locked=self.locked, patch_dropout=self.config.model.patch_dropout)
+        return towers + loss_flops_per_sample(self.config.batch_size, self.model.embed_dim)
+
+    @property
     def init(self) -> Callable[[], TrainState]:
         """Makes the first state; jit it with the shardings of `abstract_state`."""
         return make_init(self.config, self.model, self.optimizer)
@@ -96,6 +104,9 @@ def make_program(config: ConfigDict, mesh: Mesh, vocab_size: int, eot_id: int) -
     """
     _check_sizes(config, mesh.size)
     model = model_config(config, vocab_size, eot_id)
+    if config.model.attention == "cudnn":
+        for tower in (model.vision, model.text):
+            check_cudnn(config.model.dtype, tower.width // tower.heads)
     optimizer = make_optimizer(config.optimizer)
     state = jax.eval_shape(make_init(config, model, optimizer))
     divide_state, divide_params = config.sharding != "replicated", config.sharding == "fsdp"

@@ -20,7 +20,8 @@ from disco_jax.models import decay_mask
 from disco_jax.training.checkpoints import check_space
 from disco_jax.training.config import ConfigError, differences, smoke_config, validate
 from disco_jax.training.metrics import read_history
-from disco_jax.training.program import Program, make_program
+from disco_jax.training.program import Program, make_program, without
+from disco_jax.training.stages import device_bytes
 
 CONFIG_FILE = "config.json"
 
@@ -172,8 +173,18 @@ def _log(setup: Setup) -> None:
         sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) / 1e6,
         config.model.dtype,
     )
+    state = setup.program.abstract_state
+    logging.info(
+        "%s state: each device has %.1f MiB of parameters and %.1f MiB of optimizer state and averages",
+        config.sharding,
+        device_bytes(params) / 2**20,
+        device_bytes((state.opt_state, state.ema)) / 2**20,
+    )
+    if config.lock_image or config.lock_text:
+        logging.info("Not trained: the %s tower", "image" if config.lock_image else "text")
     groups: dict[bool, list[str]] = {True: [], False: []}
-    for path, decayed in jax.tree_util.tree_leaves_with_path(decay_mask(params)):
+    trained = without(params, setup.program.locked)
+    for path, decayed in jax.tree_util.tree_leaves_with_path(decay_mask(trained)):
         groups[decayed].append(jax.tree_util.keystr(path, simple=True, separator="."))
     logging.info("Weight decay %s on: %s", config.optimizer.weight_decay, ", ".join(groups[True]))
     logging.info("No weight decay on: %s", ", ".join(groups[False]))

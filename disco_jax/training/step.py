@@ -71,7 +71,9 @@ def _loss_and_gradients(
             features = jax.lax.map(lambda piece: jax.checkpoint(encode, prevent_cse=False)(*piece), tuple(pieces))
             return features.reshape(len(samples), -1)
 
-        return features_loss(*map(encode_all, TOWERS), scalars, program.mesh, program.config.loss)
+        return features_loss(
+            encode_all("visual"), encode_all("text"), scalars, mesh=program.mesh, loss=program.config.loss
+        )
 
     value, (of_towers, of_scalars) = jax.value_and_grad(loss_fn, argnums=(0, 1))(towers, scalars)
     return value, total_gradients(program, of_towers, of_scalars)
@@ -114,6 +116,7 @@ def features_loss(
     image_features: Float[Array, "b D"],
     text_features: Float[Array, "b D"],
     scalars: PyTree,
+    *,
     mesh: Mesh,
     loss: ConfigDict,
 ) -> Float[Array, ""]:
@@ -123,9 +126,10 @@ def features_loss(
     division: dict[str, Any] = {"rows": rows, "cols": cols, "chunk": loss.chunk}
     scale = jnp.exp(scalars["logit_scale"])
     if loss.name == "sigmoid":
-        return local_sigmoid_loss(image_features, text_features, scale, scalars["logit_bias"], **division)
-    options = {"method": loss.method, "label_smoothing": loss.label_smoothing}
-    value: Any = local_contrastive_loss(image_features, text_features, scale, **options, **division)
+        value: Any = local_sigmoid_loss(image_features, text_features, scale, scalars["logit_bias"], **division)
+    else:
+        options = {"method": loss.method, "label_smoothing": loss.label_smoothing}
+        value = local_contrastive_loss(image_features, text_features, scale, **options, **division)
     return value
 
 

@@ -41,7 +41,7 @@ class StreamedStep:
     def __init__(self, program: Program, platform: str | None = None):
         self._program = program
         mesh, state = program.mesh, program.abstract_state
-        self._microbatch = program.config.microbatch or program.local_batch
+        self._microbatch = program.config.microbatch
         self._count = m = program.local_batch // self._microbatch
 
         own, same = PartitionSpec(mesh.axis_names), PartitionSpec()
@@ -132,8 +132,9 @@ class StreamedStep:
 
     def _loss(self, scalars: PyTree, features: dict[str, Array]) -> tuple[Array, dict[str, Array], PyTree]:
         def loss_fn(features: dict[str, Array], scalars: PyTree) -> Array:
-            rows = (features[tower].reshape(self._program.local_batch, -1) for tower in TOWERS)
-            return features_loss(*rows, scalars, self._program.mesh, self._program.config.loss)
+            program = self._program
+            images, texts = (features[tower].reshape(program.local_batch, -1) for tower in TOWERS)
+            return features_loss(images, texts, scalars, mesh=program.mesh, loss=program.config.loss)
 
         value, (of_features, of_scalars) = jax.value_and_grad(loss_fn, argnums=(0, 1))(features, scalars)
         return value, of_features, of_scalars

@@ -12,9 +12,11 @@ from flax import nnx
 from disco_jax.data.loader import Preprocessor
 from disco_jax.data.scenes import CLASS_NAMES, Scenes
 from disco_jax.data.tokenizer import load_tokenizer
+from disco_jax.encoding import Encoder, l2_normalize, make_graphdef
 from disco_jax.evaluation.evaluator import Evaluator, SplitFeatures, example_queries
 from disco_jax.mesh import make_mesh
 from disco_jax.models import CLIP, CLIPConfig, TextConfig, VisionConfig
+from disco_jax.sharding import divided_dims, shardings
 
 MODEL = CLIPConfig(8, VisionConfig(16, 8, 16, 1, 2, 32), TextConfig(16, 1, 2, 32, context_length=24))
 BAD = (0, 4)
@@ -38,41 +40,49 @@ def preprocessor():
     return Preprocessor(load_tokenizer(), image_size=16, context_length=24)
 
 
+MESH_AXES = [("data", 4)]
+
+
 @pytest.fixture(scope="module")
-def graphdef_and_params():
+def params():
     quickly = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    params = quickly(lambda: nnx.state(CLIP(MODEL, rngs=nnx.Rngs(0)), nnx.Param))()
-    return nnx.graphdef(nnx.eval_shape(lambda: CLIP(MODEL, rngs=nnx.Rngs(0)))), params
+    return quickly(lambda: nnx.to_pure_dict(nnx.state(CLIP(MODEL, rngs=nnx.Rngs(0)), nnx.Param)))()
 
 
-def test_features_are_those_of_the_usable_examples_in_order(preprocessor, graphdef_and_params):
-    graphdef, params = graphdef_and_params
+def make_encoder(params, divide=False):
+    dims = divided_dims(params, 4, divide)
+    return Encoder(MODEL, make_graphdef(MODEL, jnp.float32), dims, ("data",), jnp.dtype("float32"), patch_dropout=0.5)
+
+
+@pytest.mark.parametrize("divide", [False, True])
+def test_features_are_those_of_the_usable_examples_in_order(preprocessor, params, divide):
+    mesh = make_mesh(MESH_AXES)
     source = SomeBad(11)
     evaluator = Evaluator(
-        graphdef,
-        make_mesh([("data", 4)]),
+        make_encoder(params, divide),
+        mesh,
         preprocessor,
         batch_size=4,
         class_names=CLASS_NAMES,
         templates=("a {}",),
         threads=2,
     )
+    whole, params = params, jax.device_put(params, shardings(params, mesh, divide))
     features = evaluator.features(params, source)
     assert features.indices.tolist() == GOOD
     assert features.labels.tolist() == [source[i].label for i in GOOD]
-    clip = nnx.merge(graphdef, params)
+    clip = nnx.merge(make_graphdef(MODEL, jnp.float32), whole)
     images = jnp.asarray(np.stack([preprocessor.eval_image(source[i]) for i in GOOD]))
     tokens = jnp.asarray(np.stack([preprocessor.tokens(source[i]) for i in GOOD]))
-    np.testing.assert_allclose(features.images, clip.encode_image(images), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(features.texts, clip.encode_text(tokens), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(features.images, l2_normalize(clip.encode_image(images)), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(features.texts, l2_normalize(clip.encode_text(tokens)), rtol=1e-4, atol=1e-5)
 
     assert evaluator.features(params, source, 7).indices.tolist() == GOOD[:5]
     assert set(evaluator.metrics(params, features)) >= {"image_to_text/R@1", "zero_shot/top1", "zero_shot/top5"}
 
 
-def test_a_split_without_a_usable_example_is_an_error(preprocessor, graphdef_and_params):
-    graphdef, params = graphdef_and_params
-    evaluator = Evaluator(graphdef, make_mesh([("data", 4)]), preprocessor, batch_size=4, threads=2)
+def test_a_split_without_a_usable_example_is_an_error(preprocessor, params):
+    evaluator = Evaluator(make_encoder(params), make_mesh(MESH_AXES), preprocessor, batch_size=4, threads=2)
     with pytest.raises(ValueError, match="not one usable example"):
         evaluator.features(params, SomeBad(1))
 

@@ -72,6 +72,14 @@ def test_every_config_is_valid_and_starts_with_its_command(path):
         ("on_nonfinite", "ignore", "stop, skip"),
         ("checkpoint.keep_last", 0, "at least 1"),
         ("cpu_devices", 0, "at least 1"),
+        ("microbatch", 0, "config.microbatch=0 must be at least 1"),
+        ("sharding", "zero3", "use one of replicated, zero1, fsdp"),
+        ("stream_inputs", True, "config.stream_inputs=True needs config.microbatch"),
+        ("model.remat", "all", "use one of none, dots, full"),
+        ("model.attention", "flash", "use one of auto, xla, cudnn"),
+        ("model.patch_dropout", 1.0, r"patch_dropout=1.0 must lie in \[0, 1\)"),
+        ("ema_decay", 1.0, "config.ema_decay=1.0 must lie between 0 and 1"),
+        ("eval.ema", True, "config.eval.ema=True needs a running average: set config.ema_decay"),
     ],
 )
 def test_wrong_values_are_named(name, value, message):
@@ -114,6 +122,9 @@ def test_differences_name_what_changes_the_numbers():
     new.data.threads = 3
     new.on_nonfinite = "skip"
     new.checkpoint.keep_last = 7
+    # On other devices, or in other pieces, a run goes on.
+    new.update(mesh=(("rows", 2),), sharding="zero1", microbatch=4, stream_inputs=True, prefetch=False)
+    new.model.update(remat="full", attention="xla")
     old, new = (json.loads(config.to_json()) for config in (old, new))
     assert differences(old, new) == ["config.data.crop_scale: [0.9, 1.0] -> [0.5, 1.0]", "config.seed: 0 -> 1"]
     assert differences(old, old) == []
@@ -143,3 +154,15 @@ def test_model_config_takes_sizes_of_the_run_and_the_tokenizer():
     model = model_config(config, vocab_size=100, eot_id=99)
     assert (model.vision.image_size, model.text.context_length) == (48, 20)
     assert (model.text.vocab_size, model.text.eot_id) == (100, 99)
+
+
+def test_locking_both_towers_is_refused():
+    with pytest.raises(ConfigError, match="leave nothing to train"):
+        validate(with_data(lock_image=True, lock_text=True))
+
+
+def test_a_smoke_run_keeps_what_decides_the_memory():
+    changes = {"microbatch": 512, "stream_inputs": True, "sharding": "fsdp", "optimizer.cooldown_steps": 500}
+    smoke = smoke_config(with_data(**changes))
+    assert (smoke.microbatch, smoke.stream_inputs, smoke.sharding) == (4, True, "fsdp")
+    validate(smoke)

@@ -189,6 +189,8 @@ WRONG = {
     "missing tokenizer": ({"data.tokenizer": "nowhere.json"}, r"nowhere\.json"),
     "no classes": ({"data.eval": "held_out", "eval.classes": "nowhere.txt"}, r"eval\.classes=nowhere\.txt"),
     "unknown split": ({"data.train": "test"}, "'test'"),
+    "microbatch": ({"microbatch": 3}, r"microbatch=3 does not divide the 2 samples .* use a divisor of 2"),
+    "cudnn": ({"model.attention": "cudnn"}, r"cuDNN's attention needs NVIDIA GPUs.*this is cpu: use 'xla'"),
     "image size": ({"model.image_size": 20}, "20"),
 }
 
@@ -259,3 +261,50 @@ def test_a_workdir_that_cannot_be_made_is_named(config, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match=r"cannot write to .*file/run"):
         prepare(config, tmp_path / "file" / "run")
+
+
+def test_a_run_goes_on_under_other_shardings_and_on_other_devices(config, tmp_path):
+    """From 8 devices to 4, and to a rectangle of them; what changes no number is not refused."""
+    config.update(total_steps=2, sharding="fsdp", ema_decay=0.5)
+    config.optimizer.schedule = "constant"  # the cosine depends on the length of the run
+    forms = [
+        ({"mesh": (("rows", 8),)}, 2),
+        ({"mesh": (("rows", 4),), "sharding": "zero1", "microbatch": 2}, 4),
+        ({"mesh": (("cols", 2), ("rows", 2)), "sharding": "replicated", "prefetch": False}, 6),
+        ({"mesh": (("rows", 2),), "sharding": "fsdp", "microbatch": 4, "stream_inputs": True}, 8),
+    ]
+    for changes, total_steps in forms:
+        config.update(changes, total_steps=total_steps, resume_changed=total_steps > 2)
+        train(config, tmp_path / "moved")
+    whole = {"mesh": (("rows", 8),), "sharding": "replicated", "microbatch": None, "stream_inputs": False}
+    config.update(whole, resume_changed=False)
+    train(config, tmp_path / "whole")
+    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=2e-5)
+    assert len(losses(tmp_path / "moved")) == 8
+
+
+def test_the_average_is_evaluated_when_asked(config, tmp_path):
+    config.update(ema_decay=0.999, total_steps=4)
+    config.data.eval = "held_out"
+    config.optimizer.learning_rate = 0.1
+    last = train(config, tmp_path)
+    config.eval.ema = True
+    average = train(config, tmp_path)
+    assert average != last
+
+
+def test_the_log_tells_speed_use_of_the_devices_and_waiting(config, tmp_path, monkeypatch):
+    def slowly(*args, **kwargs):
+        for batch in batches(*args, **kwargs):
+            time.sleep(0.5)
+            yield batch
+
+    batches = loop.train_batches
+    monkeypatch.setattr(loop, "train_batches", slowly)
+    monkeypatch.setattr(loop, "peak_flops", lambda kind: 10**9)
+    train(config, tmp_path)
+    row = read_history(tmp_path)[2]  # after a step that saves, the next one begins at once
+    per_device = row["samples_per_sec"] * prepare(config, tmp_path).program.flops_per_sample / 8
+    assert row["tflops"] == pytest.approx(per_device / 1e12)
+    assert row["mfu"] == pytest.approx(per_device / 1e9)
+    assert 0.5 < row["data_wait"] <= 1

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-
 from tiny_program import MODEL, B, batch, fast_jit, first_state, make, run
 
 from disco_jax.encoding import l2_normalize, make_graphdef
@@ -19,6 +18,7 @@ from disco_jax.mesh import make_mesh
 from disco_jax.training import step as step_module
 from disco_jax.training.config import default_config
 from disco_jax.training.optimizer import make_optimizer, make_schedule
+
 
 def settings(**changes):
     config = default_config().optimizer
@@ -110,7 +110,7 @@ def test_the_settings_reach_the_loss(monkeypatch, changes, function, given):
     loss.update(changes)
     features, scalars = jnp.ones((B, 8)), {"logit_scale": jnp.ones(()), "logit_bias": jnp.ones(())}
     mesh = make_mesh([("cols", 2), ("rows", 4)])
-    inspect.unwrap(step_module.features_loss)(features, features, scalars, mesh, loss)
+    inspect.unwrap(step_module.features_loss)(features, features, scalars, mesh=mesh, loss=loss)
     assert calls == [(function, given)]
 
 

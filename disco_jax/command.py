@@ -1,0 +1,29 @@
+"""What the commands share: whatever is wrong with the flags ends with one line."""
+
+import sys
+from typing import NoReturn
+
+from absl import flags
+
+
+def parse_flags(argv: list[str], *, command: str, status: int) -> list[str]:
+    """As absl does, but a wrong config file, key or value ends with one line as well; see `leave`."""
+    try:
+        return flags.FLAGS(argv)
+    except (AttributeError, KeyError) as error:
+        leave(f"{command}: unknown setting {one_line(error.args[0])}", status)
+    except (TypeError, ValueError, OSError, flags.Error) as error:
+        leave(f"{command}: {one_line(error)}", status)
+    except Exception as error:  # of the config file
+        leave(f"{command}: the config file fails with {type(error).__name__}: {one_line(error)}", status)
+
+
+def one_line(message: object) -> str:
+    """The words of a message without its line breaks."""
+    return " ".join(str(message).replace("\\n", " ").split())  # a KeyError quotes its message
+
+
+def leave(message: str, status: int) -> NoReturn:
+    """Ends the program with a line on stderr and an exit status."""
+    print(message, file=sys.stderr)
+    sys.exit(status)

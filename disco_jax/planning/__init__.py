@@ -1,0 +1,1 @@
+"""Planning: what a training step takes on GPUs that are not there."""
