@@ -54,7 +54,7 @@ def layer_norm(width: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.LayerNorm
 def check_cudnn(dtype: DTypeLike, head_width: int) -> None:
     """Raises ValueError, saying why, where cuDNN's attention does not work on jax's default devices."""
     device = jax.devices()[0]
-    if device.platform != "gpu" or float(getattr(device, "compute_capability", 0)) < 8:
+    if device.platform != "gpu" or float(getattr(device, "compute_capability", None) or 0) < 8:
         raise ValueError(f"cuDNN's attention needs NVIDIA GPUs from A100 on; this is {device.device_kind}: use 'xla'")
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         raise ValueError(f"cuDNN's attention computes in bfloat16, not {jnp.dtype(dtype)}: use 'xla'")
@@ -106,7 +106,16 @@ class Attention(nnx.Module):
         """Attend over the tokens, in the compute dtype; a causal layer sees only earlier tokens and itself."""
         b, L, W = x.shape
         q, k, v = jnp.moveaxis(self.in_proj(x).reshape(b, L, 3, self.heads, W // self.heads), 2, 0)
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=self.causal, implementation=self.implementation)
+        attend = functools.partial(
+            jax.nn.dot_product_attention, is_causal=self.causal, implementation=self.implementation
+        )
+        if self.implementation == "cudnn" and L % 2:  # jax has cuDNN's gradient for even lengths alone
+            q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
+            # No token before it sees the one at the end of a causal layer; others must not either.
+            lengths = None if self.causal else jnp.full(b, L, jnp.int32)
+            attended = attend(q, k, v, query_seq_lengths=lengths, key_value_seq_lengths=lengths)[:, :L]
+        else:
+            attended = attend(q, k, v)
         return self.out_proj(attended.reshape(b, L, W))
 
 

@@ -35,7 +35,7 @@ def test_table_record_and_picture(tmp_path, monkeypatch, capsys):
     assert "10/10 vit_bigg14_32k on 8 x 8 a100-40gb: compiling ... 24.0 of 36.0 GiB (1 s)" in capsys.readouterr().out
     record = json.loads((out / "plans.json").read_text())
     assert record["jax"] and len(record["plans"]) == len(plans.CASES)
-    assert record["plans"][1]["changes"] == {"microbatch": 1024} and record["plans"][1]["fits"] is False
+    assert record["plans"][1]["fits"] is False
     assert (out / "plans.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from golden_clip import abstract_clip, fast_jit, load, method
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from disco_jax.models import CLIP, IMAGE_MEAN, IMAGE_STD, CLIPConfig, TextConfig, VisionConfig
+from disco_jax.models import CLIP, IMAGE_MEAN, IMAGE_STD, CLIPConfig, TextConfig, VisionConfig, transformer
 
 EOT = 98
 
@@ -175,3 +176,45 @@ def test_initialisation():
             assert not norm["bias"].any()
     assert params["logit_scale"] == jnp.float32(math.log(1 / 0.07))
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_odd_lengths_are_padded_for_cudnn(monkeypatch, causal):
+    """jax's cuDNN attention has gradients for even lengths alone; the other implementation stands for it here."""
+    original, seen = jax.nn.dot_product_attention, []
+
+    def instead(q, k, v, **kwargs):
+        seen.append((q.shape[1], kwargs.pop("implementation")))
+        return original(q, k, v, **kwargs)
+
+    def attention(implementation):
+        monkeypatch.setattr(transformer, "attention_implementation", lambda *_: implementation)
+        init = transformer.KernelInit(*[transformer.torch_default] * 4)
+        return transformer.Attention(
+            16, 2, causal=causal, kernel_init=init, dtype=jnp.float32, attention="auto", rngs=nnx.Rngs(0)
+        )
+
+    x = jax.random.normal(jax.random.key(0), (3, 7, 16))
+    xla, cudnn = attention("xla"), attention("cudnn")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
+    for run in (lambda layer, x: layer(x), lambda layer, x: jax.grad(lambda x: (layer(x) ** 2).sum())(x)):
+        np.testing.assert_allclose(run(cudnn, x), run(xla, x), rtol=1e-5, atol=1e-6)
+    assert set(seen) == {(8, "cudnn"), (7, "xla")}
+
+
+def test_automatic_attention_is_xla_where_cudnn_does_not_work(monkeypatch):
+    def on(platform, capability):
+        device = SimpleNamespace(platform=platform, device_kind="a device", compute_capability=capability)
+        monkeypatch.setattr(jax, "devices", lambda: [device])
+
+    choose = transformer.attention_implementation
+    on("gpu", "8.0")
+    assert choose("auto", jnp.bfloat16, 64) == "cudnn" and choose("xla", jnp.bfloat16, 64) == "xla"
+    assert choose("auto", jnp.float32, 64) == choose("auto", jnp.bfloat16, 132) == "xla"
+    on("gpu", "7.5")
+    assert choose("auto", jnp.bfloat16, 64) == "xla"
+    on("cpu", None)
+    assert choose("auto", jnp.bfloat16, 64) == "xla"
+    for dtype, width, message in ((jnp.bfloat16, 64, "a device"), (jnp.float32, 64, "a device")):
+        with pytest.raises(ValueError, match=message):
+            transformer.check_cudnn(dtype, width)
