@@ -3,7 +3,7 @@
 
 ViT-B/32 at batch 4,194,304 on one host of 8 GPUs. The images of a step stay in the host's memory, 631 GB, and go to the
 GPUs by microbatches, twice; the next batch is read meanwhile, so it takes a host of 1.5 TB, or several. Planned for
-A100-40GB on 2026-12-01: PEAK of 36.3 GiB.
+A100-40GB on 2026-12-01: 8.51 of 36.3 GiB.
 """
 
 from ml_collections import ConfigDict

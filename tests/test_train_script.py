@@ -74,16 +74,17 @@ def test_two_processes_train_as_one(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    settings = {"total_steps": 6, "data.eval": "held_out", "eval.batch_size": 100, "log.every_steps": 1}
+    settings = {"total_steps": 6, "data.eval": "held_out", "eval.batch_size": 100, "optimizer.schedule": "constant"}
     finish(start(tmp_path / "one", **settings))
     distributed = {"distributed.coordinator": address, "distributed.num_processes": 2, "cpu_devices": 1}
-    for total_steps in (4, 6):  # the second time they resume
-        settings |= distributed | {"total_steps": total_steps, "resume_changed": True}
+    streamed = {"microbatch": 4, "stream_inputs": True}  # of FSDP, gloo on CPUs mixes up the gathers
+    for changes in ({"total_steps": 4}, {"total_steps": 6, "resume_changed": True} | streamed):
+        settings |= distributed | changes
         for process in [start(tmp_path / "two", **settings, **{"distributed.process_id": i}) for i in range(2)]:
             finish(process)
-    for one, two in zip(numbers(tmp_path / "one")[:4], numbers(tmp_path / "two")[:4], strict=True):
-        assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
     rows = numbers(tmp_path / "two")
+    one, two = ([row["loss"] for row in numbers(tmp_path / name) if "loss" in row] for name in ("one", "two"))
+    assert one == pytest.approx(two, rel=1e-5)
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows if "eval/image_to_text/R@1" in row] == [4, 6]
 

@@ -198,7 +198,7 @@ class StreamedStep:
         """Calls `run` with the carry, images, tokens and index of each microbatch."""
         sharding, devices = batch_sharding(self._program.mesh), len(self._program.mesh.local_devices)
         images, tokens = (x.reshape(devices, self._count, self._microbatch, *x.shape[1:]) for x in (images, tokens))
-        index = jax.device_put(np.int32(0), replicated(self._program.mesh))
+        index = global_array(replicated(self._program.mesh), np.zeros((), np.int32))
         for i in range(self._count):
             # Travels while the one before is computed.
             piece = [global_array(sharding, x[:, i].reshape(-1, *x.shape[3:])) for x in (images, tokens)]
