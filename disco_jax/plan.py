@@ -47,6 +47,8 @@ def main(argv: list[str]) -> None:
         leave(f"plan: {argv[1]!r} is no flag: flags begin with --", 2)
     if FIND_BATCH.value and FIND_MICROBATCH.value:
         leave("plan: --find-batch and --find-microbatch exclude each other: find the microbatch first", 2)
+    if JSON.value and JSON.value == PNG.value:
+        leave(f"plan: --json and --png are both {JSON.value}: name two files", 2)
     try:
         for path in (JSON.value, PNG.value):
             check_writable(path)
@@ -56,7 +58,7 @@ def main(argv: list[str]) -> None:
             Path(JSON.value).write_text(json.dumps(to_json(plan), indent=2) + "\n", encoding="utf-8")
         if PNG.value:
             draw(PNG.value, [plan])
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError, ArithmeticError, RuntimeError) as error:
         leave(f"plan: {one_line(error)}", 2)
     except KeyboardInterrupt:
         leave("plan: interrupted", 130)

@@ -51,15 +51,20 @@ def layer_norm(width: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.LayerNorm
     return nnx.LayerNorm(width, epsilon=1e-5, use_fast_variance=False, dtype=at_least_float32(dtype), rngs=rngs)
 
 
-def check_cudnn(dtype: DTypeLike, head_width: int) -> None:
-    """Raises ValueError, saying why, where cuDNN's attention does not work on jax's default devices."""
-    device = jax.devices()[0]
-    if device.platform != "gpu" or float(getattr(device, "compute_capability", None) or 0) < 8:
-        raise ValueError(f"cuDNN's attention needs NVIDIA GPUs from A100 on; this is {device.device_kind}: use 'xla'")
+def check_cudnn_sizes(dtype: DTypeLike, head_width: int) -> None:
+    """Raises ValueError, saying why, for what cuDNN's attention computes on no GPU."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         raise ValueError(f"cuDNN's attention computes in bfloat16, not {jnp.dtype(dtype)}: use 'xla'")
     if head_width > 128 or head_width % 8:
         raise ValueError(f"cuDNN's attention needs a head width up to 128 in steps of 8, not {head_width}: use 'xla'")
+
+
+def check_cudnn(dtype: DTypeLike, head_width: int) -> None:
+    """Raises ValueError, saying why, where cuDNN's attention does not work on jax's default devices."""
+    check_cudnn_sizes(dtype, head_width)
+    device = jax.devices()[0]
+    if device.platform != "gpu" or float(getattr(device, "compute_capability", None) or 0) < 8:
+        raise ValueError(f"cuDNN's attention needs NVIDIA GPUs from A100 on; this is {device.device_kind}: use 'xla'")
 
 
 def attention_implementation(attention: str, dtype: DTypeLike, head_width: int) -> Any:

@@ -9,10 +9,12 @@ from disco_jax.data.tokenizer import load_tokenizer
 from disco_jax.gpu_targets import POOL_SHARE, TARGETS, target_devices
 from disco_jax.hlo import read_program
 from disco_jax.mesh import make_mesh
+from disco_jax.models import preset
+from disco_jax.models.transformer import check_cudnn_sizes
 from disco_jax.planning.report import Cluster, Plan
 from disco_jax.training.compiled import compile_step
 from disco_jax.training.config import ConfigError, validate
-from disco_jax.training.program import Program, make_program
+from disco_jax.training.program import Program, check_sizes, make_program
 from disco_jax.training.stages import Stage, abstract_batch, device_bytes
 
 
@@ -32,9 +34,14 @@ def make_plan(config: ConfigDict, cluster: Cluster) -> Plan:
     config.data.train = config.data.train or "not read"
     validate(config)
     notes = []
+    model = preset(config.model.name)
+    if config.model.attention == "cudnn":
+        for tower in (model.vision, model.text):
+            check_cudnn_sizes(config.model.dtype, tower.width // tower.heads)
     if config.model.attention != "xla":
         notes.append("attention is planned as XLA's; where cuDNN's is used, activations are smaller")
         config.model.attention = "xla"
+    check_sizes(config, cluster.size)
     devices = target_devices(cluster.target, cluster.hosts, cluster.gpus_per_host)
     by_hosts = [("cols", cluster.hosts), ("rows", -1)] if cluster.hosts > 1 else [("rows", -1)]  # as default_axes
     axes = config.mesh or by_hosts
@@ -42,7 +49,7 @@ def make_plan(config: ConfigDict, cluster: Cluster) -> Plan:
     if -1 not in sizes and math.prod(sizes) != cluster.size:
         raise ConfigError(
             f"config.mesh={tuple(axes)} has {math.prod(sizes)} devices and the cluster {cluster.size}: "
-            "change --hosts and --gpus-per-host or config.mesh, or leave config.mesh unset"
+            "change --hosts and --gpus-per-host, or --config.mesh=\"(('rows',-1),)\""
         )
     tokenizer = load_tokenizer(config.data.tokenizer)
     program = make_program(config, make_mesh(axes, devices), tokenizer.vocab_size, tokenizer.eot_id)

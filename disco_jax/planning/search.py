@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from ml_collections import ConfigDict
 
 from disco_jax.planning.report import Cluster, Plan, gib
-from disco_jax.training.config import ConfigError
+from disco_jax.training.config import MOST_SAMPLES, ConfigError
 
 BATCH_STEP = 0.03  # the batch is found to this share of it
-MOST_SAMPLES = 2**31 - 1  # samples are counted in int32
 FIRST_MICROBATCH = 1024
 MOST_GROWTH = 64.0  # times the largest size that fits: memory may be flat at first, and no line tells where that ends
 MOST_LINES = 4  # plans between a size that fits and one that doesn't, before the rest is halved

@@ -37,6 +37,13 @@ FREE_ON_RESUME = frozenset(
 )
 
 
+# What decides the form of the state in a checkpoint: a run cannot go on under another.
+FORM_OF_STATE = frozenset(
+    f"config.{name}" for name in ("ema_decay", "lock_image", "lock_text", "loss.name", "optimizer.name")
+)
+MOST_SAMPLES = 2**30 - 1  # in a batch: they are counted in 32 bits
+
+
 def default_config() -> ConfigDict:
     """All settings; a file in configs/ changes some of them. Locked: an unknown key is an error."""
     config = ConfigDict()
@@ -224,6 +231,12 @@ def validate(config: ConfigDict) -> None:
         value = _get(config, name)
         if value is not None and not value >= least:
             raise ConfigError(f"config.{name}={value} must be at least {least}")
+    at_most = {"batch_size": MOST_SAMPLES, "eval.batch_size": MOST_SAMPLES, "seed": 2**32 - 1}
+    for name, most in at_most.items():
+        if _get(config, name) > most:
+            raise ConfigError(f"config.{name}={_get(config, name)} must be at most {most}")
+    if not math.isfinite(config.optimizer.weight_decay):
+        raise ConfigError(f"config.optimizer.weight_decay={config.optimizer.weight_decay} must be a finite number")
     for name in ("optimizer.learning_rate", "optimizer.eps", "optimizer.grad_clip"):
         value = _get(config, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
@@ -333,3 +346,10 @@ def differences(old: dict[str, Any], new: dict[str, Any], path: str = "config") 
         elif before != after:
             lines.append(f"{path}.{key}: {before!r} -> {after!r}")
     return lines
+
+
+def changes_of_state(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Those of the `differences` after which a checkpoint no longer has the form of the state."""
+    averaged = old.get("ema_decay") is not None and new.get("ema_decay") is not None
+    names = FORM_OF_STATE - ({"config.ema_decay"} if averaged else set())
+    return [line for line in differences(old, new) if line.split(":")[0] in names]

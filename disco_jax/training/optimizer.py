@@ -37,7 +37,7 @@ def _warmed_up(optimizer: ConfigDict, total_steps: int) -> optax.Schedule:
     peak, warmup = optimizer.learning_rate, optimizer.warmup_steps
 
     def rsqrt(step: ArrayLike) -> Array:  # of the steps after warm-up; asked for those before too, and not used then
-        return peak / jnp.sqrt(1 + jnp.maximum(step, 0) / optimizer.rsqrt_timescale)
+        return peak / jnp.sqrt(1 + jnp.maximum(step, 0) / float(optimizer.rsqrt_timescale))
 
     match optimizer.schedule:
         case "cosine":
@@ -61,10 +61,9 @@ def make_optimizer(optimizer: ConfigDict) -> optax.GradientTransformation:
     step, also past updates that were skipped. Parameters may be any part of the model's. Raises ValueError for an
     unknown name.
     """
-    named = _named(optimizer)
-    if optimizer.grad_clip is None:
-        return named
-    return optax.chain(optax.clip_by_global_norm(optimizer.grad_clip), named)
+    # Its state has one form, with clipping and without: a run may begin to clip when it goes on.
+    clip = optax.identity() if optimizer.grad_clip is None else optax.clip_by_global_norm(optimizer.grad_clip)
+    return optax.chain(clip, _named(optimizer))
 
 
 def _named(optimizer: ConfigDict) -> optax.GradientTransformation:

@@ -102,11 +102,14 @@ def make_program(config: ConfigDict, mesh: Mesh, vocab_size: int, eot_id: int) -
 
     Raises `ConfigError` for sizes that don't fit the mesh.
     """
-    _check_sizes(config, mesh.size)
+    check_sizes(config, mesh.size)
     model = model_config(config, vocab_size, eot_id)
     if config.model.attention == "cudnn":
         for tower in (model.vision, model.text):
-            check_cudnn(config.model.dtype, tower.width // tower.heads)
+            try:
+                check_cudnn(config.model.dtype, tower.width // tower.heads)
+            except ValueError as error:
+                raise ConfigError(f"config.model.attention='cudnn': {error}") from None
     optimizer = make_optimizer(config.optimizer)
     state = jax.eval_shape(make_init(config, model, optimizer))
     divide_state, divide_params = config.sharding != "replicated", config.sharding == "fsdp"
@@ -129,7 +132,8 @@ def make_program(config: ConfigDict, mesh: Mesh, vocab_size: int, eot_id: int) -
     return Program(config, mesh, model, encoder, optimizer, schedule, abstract_state)
 
 
-def _check_sizes(config: ConfigDict, devices: int) -> None:
+def check_sizes(config: ConfigDict, devices: int) -> None:
+    """Raises `ConfigError` for batches and microbatches that do not divide over so many devices."""
     for name, size in (("batch_size", config.batch_size), ("eval.batch_size", config.eval.batch_size)):
         if size % devices:
             raise ConfigError(

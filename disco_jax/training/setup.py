@@ -18,7 +18,7 @@ from disco_jax.data.tokenizer import load_tokenizer
 from disco_jax.evaluation.evaluator import Evaluator
 from disco_jax.models import decay_mask
 from disco_jax.training.checkpoints import check_space
-from disco_jax.training.config import ConfigError, differences, smoke_config, validate
+from disco_jax.training.config import ConfigError, changes_of_state, differences, smoke_config, validate
 from disco_jax.training.metrics import read_history
 from disco_jax.training.program import Program, make_program, without
 from disco_jax.training.stages import device_bytes
@@ -130,7 +130,13 @@ def _claim_workdir(setup: Setup) -> None:
             old = dict(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{path} is damaged ({error}): restore it or choose another --workdir") from None
-        changed = differences(old, json.loads(setup.config.to_json()))
+        new = json.loads(setup.config.to_json())
+        if other_state := changes_of_state(old, new):
+            raise ConfigError(
+                f"{setup.workdir} holds a run whose checkpoints do not fit the settings ({'; '.join(other_state)}): "
+                "choose another --workdir, or go back to its settings"
+            )
+        changed = differences(old, new)
         if changed and not setup.config.resume_changed:
             raise ConfigError(
                 f"{setup.workdir} holds a run with other settings ({'; '.join(changed)}): choose another --workdir, or "

@@ -215,6 +215,10 @@ def test_automatic_attention_is_xla_where_cudnn_does_not_work(monkeypatch):
     assert choose("auto", jnp.bfloat16, 64) == "xla"
     on("cpu", None)
     assert choose("auto", jnp.bfloat16, 64) == "xla"
-    for dtype, width, message in ((jnp.bfloat16, 64, "a device"), (jnp.float32, 64, "a device")):
+    for dtype, width, message in (
+        (jnp.bfloat16, 64, "needs NVIDIA GPUs.*a device"),
+        (jnp.float32, 64, "computes in bfloat16"),
+        (jnp.bfloat16, 136, "head width up to 128 in steps of 8, not 136"),
+    ):
         with pytest.raises(ValueError, match=message):
             transformer.check_cudnn(dtype, width)

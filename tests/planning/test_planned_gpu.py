@@ -6,7 +6,7 @@ import pytest
 
 from disco_jax.planning.measure import make_plan
 from disco_jax.planning.report import GIB, Cluster
-from disco_jax.training import ConfigError, default_config
+from disco_jax.training import default_config
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="make test-plan")
 HOST = Cluster("a100-40gb", hosts=1, gpus_per_host=8)
@@ -47,13 +47,14 @@ def test_microbatches_streams_and_fsdp_take_less():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mesh": (("rows", 4),)}, r"config\.mesh=\(\('rows', 4\),\) has 4 devices and the cluster 8: .* unset"),
+        ({"mesh": (("rows", 4),)}, r"config\.mesh=\(\('rows', 4\),\) has 4 devices and the cluster 8: .*-1"),
         ({"batch_size": 4100}, "does not divide over the 8 devices"),
+        ({"model.attention": "cudnn", "model.dtype": "float32"}, "cuDNN's attention computes in bfloat16, not float32"),
         ({"smoke": True}, "plan without it"),
         ({"microbatch": 0}, r"config\.microbatch=0"),
         ({"sharding": "zero3"}, "replicated, zero1, fsdp"),
     ],
 )
 def test_what_cannot_be_planned(changes, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         make_plan(tiny(**changes), HOST)

@@ -81,6 +81,7 @@ def test_a_run_writes_its_files_and_the_same_command_goes_on(config, tmp_path):
     ):
         train(config, tmp_path)
     config.resume_changed = True
+    config.optimizer.grad_clip = 1.0  # as is advised after a loss that is not finite
     config.total_steps = 4  # it is past that already
     train(config, tmp_path)
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
@@ -190,7 +191,10 @@ WRONG = {
     "no classes": ({"data.eval": "held_out", "eval.classes": "nowhere.txt"}, r"eval\.classes=nowhere\.txt"),
     "unknown split": ({"data.train": "test"}, "'test'"),
     "microbatch": ({"microbatch": 3}, r"microbatch=3 does not divide the 2 samples .* use a divisor of 2"),
-    "cudnn": ({"model.attention": "cudnn"}, r"cuDNN's attention needs NVIDIA GPUs.*this is cpu: use 'xla'"),
+    "cudnn": (
+        {"model.attention": "cudnn", "model.dtype": "bfloat16"},
+        r"config\.model\.attention='cudnn': cuDNN's attention needs NVIDIA GPUs.*this is cpu: use 'xla'",
+    ),
     "image size": ({"model.image_size": 20}, "20"),
 }
 
@@ -233,6 +237,17 @@ def test_a_damaged_checkpoint_is_named(config, tmp_path):
     shutil.rmtree(tmp_path / "checkpoints" / "4")
     train(config, tmp_path)
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"ema_decay": 0.9}, {"lock_text": True}, {"optimizer.name": "lion"}, {"loss.name": "sigmoid"}]
+)
+def test_settings_that_the_checkpoints_do_not_fit_are_refused_whatever_is_asked(config, tmp_path, changes):
+    prepare(config, tmp_path)
+    config.resume_changed = True
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(ConfigError, match=rf"checkpoints do not fit the settings \(config\.{next(iter(changes))}: "):
+        prepare(config, tmp_path)
 
 
 @pytest.mark.parametrize("content", ["red ring\n\nblue ring\n", ""])
