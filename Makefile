@@ -3,14 +3,21 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-modes test-plan plan-table test-all check format
+.PHONY: demo test test-training test-rest test-modes test-plan plan-table test-all check format
 
 demo: $(VENV)/installed
 	$(BIN)/python -m disco_jax.data.scenes runs/demo/data
 	$(BIN)/python train.py --config configs/demo.py --workdir runs/demo/run
 
-test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest
+# In two halves, side by side with make --jobs=2.
+test: test-training test-rest
+
+TRAINING := tests/training tests/test_train_script.py
+test-training: $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(TRAINING)
+
+test-rest: $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(TRAINING:%=--ignore=%)
 
 # Under the modes that jax and Flax are about to make their defaults.
 test-modes: $(VENV)/installed-dev

@@ -220,6 +220,11 @@ class Transformer(nnx.Module):
         return _scan_blocks(graphdef, nnx.to_pure_dict(params), x, self.remat, fetch_block)
 
 
+def _keep_all_but_fetched(primitive: Any, *_: Any, **params: Any) -> bool:
+    """For `jax.checkpoint`: keeps all but what was fetched, by its name and as it comes from the gather itself."""
+    return params.get("name") != FETCHED and "all_gather" not in str(params.get("call_jaxpr", ""))
+
+
 @functools.partial(jax.jit, static_argnums=(3, 4))  # without a jit around, a fresh scan would compile at each call
 def _scan_blocks(
     graphdef: nnx.GraphDef, params: PyTree, x: Float[Array, "b L W"], remat: str, fetch_block: FetchBlock | None
@@ -229,7 +234,7 @@ def _scan_blocks(
         return block(x), None
 
     policies = {
-        "none": jax.checkpoint_policies.save_anything_except_these_names(FETCHED),
+        "none": _keep_all_but_fetched,
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         "full": None,
     }

@@ -83,7 +83,7 @@ def make_plan(config: ConfigDict, cluster: Cluster) -> Plan:
 def _parts(program: Program, name: str, stage: Stage) -> dict[str, int]:
     """What a GPU holds while `stage` runs, by purpose; activations are the rest."""
     config, state = program.config, program.abstract_state
-    batches = 0 if name == "update" else 2 if config.stream_inputs or config.prefetch else 1
+    batches = 0 if name == "update" else 1 if name == "loss" else 2 if config.stream_inputs or config.prefetch else 1
     size = config.microbatch * program.mesh.size if config.stream_inputs else config.batch_size
     feature = program.local_batch * program.model.embed_dim * program.encoder.dtype.itemsize
     parts = {

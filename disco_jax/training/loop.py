@@ -4,7 +4,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -185,7 +185,7 @@ class _Recorder:
 
     def __init__(self, setup: Setup, writer: MetricWriter, first_step: int):
         self._setup, self._writer = setup, writer
-        self._pending: tuple[int, dict[str, jax.Array], Batch] | None = None
+        self._pending: tuple[int, dict[str, jax.Array], Sequence[str]] | None = None
         self._recorded = first_step
         self.restart_clock()
 
@@ -204,19 +204,19 @@ class _Recorder:
     def record(self, step: int, metrics: dict[str, jax.Array], batch: Batch) -> None:
         """Takes the metrics of `step`, just dispatched, and writes those of the step before."""
         self.flush()
-        self._pending = (step, metrics, batch)
+        self._pending = (step, metrics, batch.keys.tolist())  # not the images: a batch can fill the host's memory
 
     def flush(self) -> None:
         """Waits for the pending step and writes its metrics where `log.every_steps` says so."""
         if self._pending is None:
             return
         config = self._setup.config
-        step, on_devices, batch = self._pending
+        step, on_devices, keys = self._pending
         self._pending = None
         metrics = {name: float(value) for name, value in jax.device_get(on_devices).items()}
         self._recorded = step
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
-            self._nonfinite(step, metrics, batch)
+            self._nonfinite(step, metrics, keys)
         if step % config.log.every_steps and step != config.total_steps:
             return
         seconds = max(time.monotonic() - self._clock, 1e-9)
@@ -233,9 +233,9 @@ class _Recorder:
             usage=usage,
         )
 
-    def _nonfinite(self, step: int, metrics: dict[str, float], batch: Batch) -> None:
+    def _nonfinite(self, step: int, metrics: dict[str, float], keys: Sequence[str]) -> None:
         path = self._setup.workdir / f"nonfinite_step_{step}_process_{jax.process_index()}.txt"
-        path.write_text("".join(f"{key}\n" for key in batch.keys), encoding="utf-8")
+        path.write_text("".join(f"{key}\n" for key in keys), encoding="utf-8")
         found = f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; its examples are in {path}"
         if self._setup.config.on_nonfinite == "stop":
             self._writer.write(step, metrics)

@@ -51,7 +51,8 @@ def compile_stage(
     out: the shardings of the results, or shapes that have them.
     """
     shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", leaf), out)
-    lowered = jax.jit(function, donate_argnums=donate, out_shardings=shardings).trace(*args)
+    # What a function does not use is on the devices all the same, and counts.
+    lowered = jax.jit(function, donate_argnums=donate, out_shardings=shardings, keep_unused=True).trace(*args)
     if platform is None:
         return Stage(lowered.lower().compile(), calls, resident)
     # Where no GPU is there to try them on, XLA chooses tiles for its own matrix products that it then cannot compile.
