@@ -66,7 +66,7 @@ def default_config() -> ConfigDict:
     config.prefetch = True  # not streamed: the next batch travels during a step, so that devices hold two of them
     config.sharding = "replicated"  # or "zero1": optimizer state divided over the devices; "fsdp": parameters too
 
-    config.lock_image = False  # leave the image tower as it starts (LiT), without gradients and optimizer state
+    config.lock_image = False  # leave the image tower as it starts, without gradients and optimizer state: for LiT
     config.lock_text = False
     config.ema_decay = placeholder(float)  # keep a running average of the parameters, e.g. 0.9999; see eval.ema
 
