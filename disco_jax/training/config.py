@@ -31,6 +31,7 @@ FREE_ON_RESUME = frozenset(
             "sharding",
             "model.attention",
             "model.remat",
+            "loss.chunk",
         ),  # but for rounding
         *(f"data.{key}" for key in ("eval", "index_cache", "label", "max_dropped", "threads")),
     )
