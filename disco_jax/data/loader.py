@@ -134,10 +134,11 @@ def train_batches(
     first_step: int = 0,
     threads: int = 16,
 ) -> Generator[Batch]:
-    """This process's part of the global batches, endlessly, from step `first_step` on; close it to stop its threads.
+    """This process's rows of the global batches, endlessly, from step `first_step` on; close it to stop its threads.
 
     Each epoch is a new permutation of the whole source, drawn from (seed, epoch); the augmentation of an example is
-    drawn from (seed, position in that order).
+    drawn from (seed, position in that order). Process p holds the p-th run of batch_size / processes rows, as its
+    devices do in the global array: row r is the same example on any number of processes.
 
     Args:
         source: random-access examples.
@@ -166,15 +167,22 @@ def train_batches(
             return prepared
         raise TooManyBadExamples(f"no usable example found in 1,000 tries: {drops}")
 
-    # Mapped before the slice: what happens to an example doesn't depend on which process has it.
-    dataset = grain.MapDataset.source(range(len(source))).seed(seed).shuffle().repeat().random_map(prepare)
-    dataset = dataset[jax.process_index() + first_step * batch_size :: jax.process_count()]
-    yield from _batched(dataset, batch_size // jax.process_count(), threads)
+    # Positions in the endless global order; what happens to an example doesn't depend on which process has it.
+    ordered = grain.MapDataset.source(range(len(source))).seed(seed).shuffle().repeat().random_map(prepare)
+    local = batch_size // jax.process_count()
+    first_row = jax.process_index() * local
+
+    def example(index: int, row: int) -> Batch:
+        prepared: Batch = ordered[index // local * batch_size + first_row + row]
+        return prepared
+
+    dataset = grain.MapDataset.range(local).repeat().map_with_index(example)
+    yield from _batched(dataset[first_step * local :], local, threads)
 
 
 def _batched(dataset: grain.MapDataset, batch_size: int, threads: int) -> Generator[Any]:
-    """Reads examples in `threads` threads, up to two batches ahead; the threads stop when the generator is closed."""
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * batch_size)
+    """Reads examples in `threads` threads, one batch ahead; the threads stop when the generator is closed."""
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(batch_size, 2 * threads))
     with closing(iter(dataset.to_iter_dataset(options).batch(batch_size, drop_remainder=True))) as batches:
         yield from batches
 

@@ -144,6 +144,7 @@ def _run_steps(
                 state, metrics = train_step(state, batch.images, batch.tokens)
                 step += 1
                 recorder.record(step, metrics, batch)
+                del batch  # as in `timed`
 
                 last = step == config.total_steps
                 stop, save = False, last or step % config.checkpoint.every_steps == 0
@@ -199,12 +200,13 @@ class _Recorder:
         for batch in batches:
             self._waited += time.monotonic() - start
             yield batch
+            del batch  # else it stays while the next one is put together, and can fill the host's memory
             start = time.monotonic()
 
     def record(self, step: int, metrics: dict[str, jax.Array], batch: Batch) -> None:
         """Takes the metrics of `step`, just dispatched, and writes those of the step before."""
         self.flush()
-        self._pending = (step, metrics, batch.keys.tolist())  # not the images: a batch can fill the host's memory
+        self._pending = (step, metrics, batch.keys.tolist())  # not the images
 
     def flush(self) -> None:
         """Waits for the pending step and writes its metrics where `log.every_steps` says so."""
@@ -247,13 +249,14 @@ def device_usage(program: Program, samples_per_sec: float) -> dict[str, float]:
     """How the devices are used at a speed of the whole mesh.
 
     `tflops`: model TFLOP/s of each device, without what is computed again; `mfu`: that as a share of the device's peak,
-    where `gpu_targets` knows it; `memory_gib`: the most that one of this process's devices has held so far, where jax
-    tells it.
+    where `gpu_targets` knows it, which is in bfloat16; `memory_gib`: the most that one of this process's devices has
+    held so far, where jax tells it.
     """
     device = program.mesh.local_devices[0]
     flops = samples_per_sec * program.flops_per_sample / program.mesh.size
     usage = {"tflops": flops / 1e12}
-    if (peak := peak_flops(device.device_kind)) is not None:
+    peak = peak_flops(device.device_kind)
+    if peak is not None and program.config.model.dtype == "bfloat16":
         usage["mfu"] = flops / peak
     held = [stats["peak_bytes_in_use"] for d in program.mesh.local_devices if (stats := d.memory_stats())]
     if held:

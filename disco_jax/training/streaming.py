@@ -65,17 +65,16 @@ class StreamedStep:
         features_specs = dict.fromkeys(TOWERS, own)
         value = jax.ShapeDtypeStruct((), at_least_float32(feature.dtype), sharding=replicated(mesh))
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
-        batch = abstract_batch(program, self._microbatch * mesh.size)
-        state_but_params, next_one = device_bytes((state.opt_state, state.ema)), device_bytes(batch)
+        batch = dict(zip(TOWERS, abstract_batch(program, self._microbatch * mesh.size), strict=True))
+        trained = without(batch, program.locked)  # what the backward pass needs of it
+        state_but_params = device_bytes((state.opt_state, state.ema))
 
         def on_devices(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
             return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
-        encode = on_devices(self._encode, (specs, same, features_specs, own, own, same), (features_specs, same))
+        encode = on_devices(self._encode, (specs, same, features_specs, own, same), (features_specs, same))
         loss = on_devices(self._loss, (scalars_specs, features_specs), (same, features_specs, scalars_specs))
-        backward = on_devices(
-            self._backward, (specs, same, sums_specs, features_specs, own, own, same), (sums_specs, same)
-        )
+        backward = on_devices(self._backward, (specs, same, sums_specs, features_specs, own, same), (sums_specs, same))
         total = on_devices(self._total, (sums_specs, scalars_specs), gradient_specs(program))
 
         def finish(state: TrainState, value: Array, sums: PyTree, scalars: PyTree) -> tuple[TrainState, Metrics]:
@@ -85,26 +84,26 @@ class StreamedStep:
         self.stages: dict[str, Stage] = {
             "encode": stage(
                 encode,
-                (state.params, state.step, features, *batch, index),
+                (state.params, state.step, features, batch, index),
                 donate=2,
                 out=(features, index),
                 calls=m,
-                resident=state_but_params + next_one,
+                resident=state_but_params + device_bytes(batch),  # one more travels
             ),
             "loss": stage(
                 loss,
                 (scalars, features),
                 donate=1,
                 out=(value, features, scalars),
-                resident=device_bytes(state) + next_one,
+                resident=device_bytes(state) + device_bytes(trained),
             ),
             "backward": stage(
                 backward,
-                (state.params, state.step, sums, features, *batch, index),
+                (state.params, state.step, sums, features, trained, index),
                 donate=2,
                 out=(sums, index),
                 calls=m,
-                resident=state_but_params + next_one,
+                resident=state_but_params + device_bytes(trained),
             ),
             "update": stage(finish, (state, value, sums, scalars), donate=0, out=(state, replicated(mesh))),
         }
@@ -113,22 +112,20 @@ class StreamedStep:
             for tree in (features, sums)
         )
 
-    def _inputs(self, step: Array, images: Array, tokens: Array, index: Array) -> dict[str, Any]:
-        """On one device, for `Encoder.encode`: what a microbatch gives to each tower, its places and the key."""
+    def _encoder(
+        self, step: Array, inputs: dict[str, Array], index: Array
+    ) -> Callable[[str, PyTree], Float[Array, "b D"]]:
+        """On one device: encodes a microbatch by the name of the tower and the model's parameters."""
+        encoder, key = self._program.encoder, step_key(self._program, step)
         places = sample_places(self._program.local_batch, self._program.mesh.axis_names)
         samples = jax.lax.dynamic_slice_in_dim(places, index * self._microbatch, self._microbatch)
-        return {"visual": images, "text": tokens, "samples": samples, "key": step_key(self._program, step)}
-
-    def _encode_tower(self, tower: str, params: PyTree, inputs: dict[str, Any]) -> Float[Array, "b D"]:
-        encoder = self._program.encoder
-        return encoder.encode(tower, encoder.fetch(params), inputs[tower], inputs["samples"], inputs["key"])
+        return lambda tower, params: encoder.encode(tower, encoder.fetch(params), inputs[tower], samples, key)
 
     def _encode(
-        self, params: PyTree, step: Array, features: dict[str, Array], images: Array, tokens: Array, index: Array
+        self, params: PyTree, step: Array, features: dict[str, Array], inputs: dict[str, Array], index: Array
     ) -> tuple[dict[str, Array], Array]:
-        inputs = self._inputs(step, images, tokens, index)
-        features = {t: x.at[0, index].set(self._encode_tower(t, params, inputs)) for t, x in features.items()}
-        return features, index + 1
+        encode = self._encoder(step, inputs, index)
+        return {tower: x.at[0, index].set(encode(tower, params)) for tower, x in features.items()}, index + 1
 
     def _loss(self, scalars: PyTree, features: dict[str, Array]) -> tuple[Array, dict[str, Array], PyTree]:
         def loss_fn(features: dict[str, Array], scalars: PyTree) -> Array:
@@ -145,17 +142,14 @@ class StreamedStep:
         step: Array,
         sums: PyTree,
         gradients: dict[str, Array],
-        images: Array,
-        tokens: Array,
+        inputs: dict[str, Array],
         index: Array,
     ) -> tuple[PyTree, Array]:
-        inputs, axes = self._inputs(step, images, tokens, index), frozenset(self._program.mesh.axis_names)
+        encode, axes = self._encoder(step, inputs, index), frozenset(self._program.mesh.axis_names)
         new = {}
         for tower, sums_of_tower in sums.items():  # one after the other: each has its activations for itself
             own = jax.tree.map(lambda leaf: vary(leaf, axes), params[tower])
-            _, pull_back = jax.vjp(
-                lambda own, tower=tower: self._encode_tower(tower, {**params, tower: own}, inputs), own
-            )
+            _, pull_back = jax.vjp(lambda own, tower=tower: encode(tower, {**params, tower: own}), own)
             new[tower] = jax.tree.map(
                 lambda total, gradient: total + gradient.reshape(total.shape),
                 sums_of_tower,
@@ -176,33 +170,29 @@ class StreamedStep:
     ) -> tuple[TrainState, Metrics]:
         """Takes over the memory of `state`, and what this process has of a batch; gives what `train_step` does."""
         encode, loss, backward, finish = (stage.compiled for stage in self.stages.values())
-        scalars = without(state.params, TOWERS)
+        batch = dict(zip(TOWERS, (images, tokens), strict=True))
         features = self._for_each(
-            lambda features, *piece: encode(state.params, state.step, features, *piece),
-            self._no_features(),
-            images,
-            tokens,
+            lambda features, *piece: encode(state.params, state.step, features, *piece), self._no_features(), batch
         )
-        value, gradients, of_scalars = loss(scalars, features)
+        value, gradients, of_scalars = loss(without(state.params, TOWERS), features)
         sums = self._for_each(
             lambda sums, *piece: backward(state.params, state.step, sums, gradients, *piece),
             self._no_sums(),
-            images,
-            tokens,
+            without(batch, self._program.locked),
         )
         del features, gradients  # their memory is for the update
         result: tuple[TrainState, Metrics] = finish(state, value, sums, of_scalars)
         return result
 
-    def _for_each(self, run: Callable[..., Any], carry: Any, images: np.ndarray, tokens: np.ndarray) -> Any:
-        """Calls `run` with the carry, images, tokens and index of each microbatch."""
+    def _for_each(self, run: Callable[..., Any], carry: Any, batch: dict[str, np.ndarray]) -> Any:
+        """Calls `run` with the carry, and the inputs of the towers and the index of each microbatch."""
         sharding, devices = batch_sharding(self._program.mesh), len(self._program.mesh.local_devices)
-        images, tokens = (x.reshape(devices, self._count, self._microbatch, *x.shape[1:]) for x in (images, tokens))
+        pieces = {t: x.reshape(devices, self._count, self._microbatch, *x.shape[1:]) for t, x in batch.items()}
         index = global_array(replicated(self._program.mesh), np.zeros((), np.int32))
         for i in range(self._count):
             # Travels while the one before is computed.
-            piece = [global_array(sharding, x[:, i].reshape(-1, *x.shape[3:])) for x in (images, tokens)]
-            carry, following = run(carry, *piece, index)
+            piece = {t: global_array(sharding, x[:, i].reshape(-1, *x.shape[3:])) for t, x in pieces.items()}
+            carry, following = run(carry, piece, index)
             jax.block_until_ready(index)  # comes from the call before: its microbatch has left the devices now
             index = following
         return carry

@@ -8,16 +8,18 @@ import shutil
 import signal
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from disco_jax.data.loader import Batch
 from disco_jax.data.scenes import write_scenes
 from disco_jax.evaluation.evaluator import Evaluator
 from disco_jax.models import PRESETS, CLIPConfig, TextConfig, VisionConfig
 from disco_jax.training import ConfigError, NonFiniteLossError, TrainingInterrupted, default_config, loop, train
-from disco_jax.training.metrics import read_history
+from disco_jax.training.metrics import MetricWriter, read_history
 from disco_jax.training.program import TrainState
 from disco_jax.training.setup import prepare
 
@@ -323,10 +325,29 @@ def test_the_log_tells_speed_use_of_the_devices_and_waiting(config, tmp_path, mo
 
     batches = loop.train_batches
     monkeypatch.setattr(loop, "train_batches", slowly)
-    monkeypatch.setattr(loop, "peak_flops", lambda kind: 10**9)
-    train(config, tmp_path)
-    row = read_history(tmp_path)[2]  # after a step that saves, the next one begins at once
-    per_device = row["samples_per_sec"] * prepare(config, tmp_path).program.flops_per_sample / 8
+    monkeypatch.setattr(loop, "peak_flops", lambda kind: 10**9)  # in bfloat16
+    program = prepare(config, tmp_path / "float32").program
+    assert "mfu" not in loop.device_usage(program, 1.0)
+    config.model.dtype = "bfloat16"
+    train(config, tmp_path / "run")
+    row = read_history(tmp_path / "run")[2]  # after a step that saves, the next one begins at once
+    per_device = row["samples_per_sec"] * program.flops_per_sample / 8
     assert row["tflops"] == pytest.approx(per_device / 1e12)
     assert row["mfu"] == pytest.approx(per_device / 1e9)
     assert 0.5 < row["data_wait"] <= 1
+
+
+def test_a_batch_is_gone_before_the_next_one_is_put_together(config, tmp_path):
+    def batches():
+        for _ in range(3):
+            batch = Batch(np.zeros((2, 4, 4, 3), np.uint8), np.zeros((2, 6), np.int32), np.array(["a", "b"], object))
+            given.append(weakref.ref(batch.images))
+            yield batch
+            del batch
+            assert given[-1]() is None
+
+    given = []
+    writer = MetricWriter(tmp_path, total_steps=1, batch_size=2, is_main=False)
+    for batch in loop._Recorder(prepare(config, tmp_path), writer, 0).timed(batches()):
+        del batch
+    assert len(given) == 3

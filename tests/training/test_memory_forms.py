@@ -14,13 +14,15 @@ from tiny_program import batch, fast_jit, first_state, make, run
 
 from disco_jax.hlo import read_program
 from disco_jax.models import CLIPConfig, TextConfig, VisionConfig
-from disco_jax.training import streaming
+from disco_jax.training import compiled, streaming
 from disco_jax.training.compiled import compile_step
 from disco_jax.training.program import averaged
 from disco_jax.training.stages import device_bytes
 
 # 16 patches, of which patch dropout leaves 8.
 PATCHES = CLIPConfig(8, VisionConfig(16, 4, 16, 2, 2, 32), TextConfig(16, 2, 2, 32, 6, 56, 49))
+SIGMOID = dataclasses.replace(PATCHES, init_logit_scale=np.log(10), init_logit_bias=-10.0)
+LOCKED = {"model": SIGMOID, "loss__name": "sigmoid", "lock_text": True}
 FORMS = {
     "two devices, microbatch of 4": {"devices": 2, "microbatch": 4},
     "two devices, microbatch of 16": {"devices": 2, "microbatch": 16},
@@ -29,6 +31,7 @@ FORMS = {
     "fsdp, dots": {"sharding": "fsdp", "microbatch": 2, "model__remat": "dots"},
     "streamed": {"stream_inputs": True, "microbatch": 2},
     "streamed, fsdp, rectangle": {"stream_inputs": True, "microbatch": 1, "sharding": "fsdp", "cols": 2},
+    "streamed, zero1, locked": {"stream_inputs": True, "microbatch": 4, "sharding": "zero1", "devices": 4, **LOCKED},
 }
 
 
@@ -46,7 +49,8 @@ def float64(tree):
 
 def first_step(**changes):
     """Loss and gradients in float64, half of the patches dropped: Adam's first moments are a tenth of the gradients."""
-    program = make(model=PATCHES, batch_size=32, **{"model__dtype": "float64", "model__patch_dropout": 0.5} | changes)
+    defaults = {"model": PATCHES, "batch_size": 32, "model__dtype": "float64", "model__patch_dropout": 0.5}
+    program = make(**defaults | changes)
     state = jax.eval_shape(float64, program.abstract_state)
     state = jax.tree.map(
         lambda leaf, like: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding),
@@ -68,14 +72,14 @@ def in_float64(monkeypatch):
 
 
 @functools.cache
-def plain():
-    return first_step()
+def plain(locked):
+    return first_step(**(LOCKED if locked else {}))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_are_those_of_the_plain_step(in_float64, form):
     loss, gradients = first_step(**FORMS[form])
-    expected_loss, expected = plain()
+    expected_loss, expected = plain("locked" in form)
     assert loss == pytest.approx(expected_loss, rel=1e-13)
     for (path, value), wanted in zip(
         jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(expected), strict=True
@@ -83,9 +87,11 @@ def test_gradients_are_those_of_the_plain_step(in_float64, form):
         error = np.linalg.norm(value - wanted) / np.linalg.norm(wanted)
         # A key's bias moves no softmax: its gradient is zero.
         assert error < 1e-12, (jax.tree_util.keystr(path), error)
-    scale = gradients["logit_scale"]
-    assert abs(scale) > 1e-6  # counted, and below once
-    assert scale == pytest.approx(expected["logit_scale"], rel=1e-12)
+    scalars = {"logit_scale", "logit_bias"} & gradients.keys()
+    assert len(scalars) == 1 + ("locked" in form) and ("text" in gradients) != ("locked" in form)
+    for name in scalars:
+        assert abs(gradients[name]) > 1e-6  # counted, and below once
+        assert gradients[name] == pytest.approx(expected[name], rel=1e-12)
 
 
 def test_other_patches_are_dropped_at_each_step():
@@ -218,6 +224,28 @@ def test_streamed_microbatches_leave_the_devices(monkeypatch):
     monkeypatch.setattr(streaming, "global_array", watched)
     step(state, *batch(0, 32))
     assert len(alive) == 16 and most == 2
+
+
+def test_what_a_locked_tower_sees_travels_once(monkeypatch):
+    program = make(2, batch_size=32, microbatch=4, stream_inputs=True, lock_image=True)
+    step, state = compile_step(program), first_state(program)
+    put, ranks = streaming.global_array, []
+    monkeypatch.setattr(
+        streaming, "global_array", lambda sharding, rows: ranks.append(rows.ndim) or put(sharding, rows)
+    )
+    step(state, *batch(0, 32))
+    assert ranks.count(4) == 4 and ranks.count(2) == 8  # images, and tokens
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_without_prefetch_a_batch_waits_for_the_step_before(monkeypatch, prefetch):
+    program = make(2, prefetch=prefetch)
+    step, state = compile_step(program), first_state(program)
+    put, wait, events = compiled.global_array, jax.block_until_ready, []
+    monkeypatch.setattr(compiled, "global_array", lambda *args: events.append("put") or put(*args))
+    monkeypatch.setattr(jax, "block_until_ready", lambda leaf: events.append(leaf) or wait(leaf))
+    step(state, *batch(0))
+    assert events == ([] if prefetch else [state.step]) + ["put", "put"]
 
 
 def test_microbatches_bound_the_activations():
