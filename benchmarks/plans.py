@@ -23,7 +23,9 @@ from disco_jax.planning.measure import make_plan
 from disco_jax.planning.report import Cluster, Plan, gib, how, to_json
 
 MARKS = "<!-- plan-table -->", "<!-- /plan-table -->"
-ONE_GPU, ONE_HOST, EIGHT_HOSTS = (Cluster("a100-40gb", hosts, gpus) for hosts, gpus in ((1, 1), (1, 8), (8, 8)))
+ONE_GPU, ONE_HOST, FOUR_HOSTS, EIGHT_HOSTS = (
+    Cluster("a100-40gb", hosts, gpus) for hosts, gpus in ((1, 1), (1, 8), (4, 8), (8, 8))
+)
 
 
 class Case(NamedTuple):
@@ -42,6 +44,7 @@ CASES = (
     Case("vit_b32_1m", {}, ONE_HOST),
     Case("vit_b32_4m", {}, ONE_HOST),
     Case("vit_b16_32k", {}, ONE_HOST),
+    Case("vit_l14_90k", {}, FOUR_HOSTS),
     Case("vit_l14_262k", {}, ONE_HOST),
     Case("vit_h14_32k", {}, EIGHT_HOSTS),
     Case("vit_bigg14_32k", {}, EIGHT_HOSTS),
@@ -64,21 +67,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     plans = []
     for number, case in enumerate(CASES, 1):
-        print(f"{number}/{len(CASES)} {describe(case)}: compiling ...", end=" ", flush=True)
+        print(f"{number}/{len(CASES)} {describe(case)}: compiling ...", flush=True)
         config = importlib.import_module(f"configs.{case.config}").get_config()
         config.update(case.changes)
         try:
             plan = make_plan(config, case.cluster)
         except (ValueError, ImportError) as error:
-            print("failed", flush=True)
             sys.exit(f"{describe(case)}: {error}")
-        print(f"{gib(plan.peak)} of {gib(plan.pool)} GiB ({plan.compile_seconds:.0f} s)", flush=True)
+        print(f"    {gib(plan.peak)} of {gib(plan.pool)} GiB ({plan.compile_seconds:.0f} s)", flush=True)
         plans.append(plan)
 
     print(f"\n{table(plans)}\n")
     cases = [
-        {"config": case.config, "changes": case.changes} | to_json(plan)
-        for case, plan in zip(CASES, plans, strict=True)
+        {"name": case.config, "changes": case.changes} | to_json(plan) for case, plan in zip(CASES, plans, strict=True)
     ]
     record = {"jax": jax.__version__, "plans": cases}
     (args.out / "plans.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -108,7 +109,7 @@ def table(plans: Sequence[Plan]) -> str:
     for case, plan in zip(CASES, plans, strict=True):
         cells = (
             f"[`{case.config}.py`](configs/{case.config}.py)",
-            f"{plan.batch_size:,}",
+            f"{plan.config.batch_size:,}",
             gpus(plan.cluster),
             how(plan),
             f"{gib(plan.peak)} of {gib(plan.pool)}",

@@ -169,9 +169,14 @@ def default_axes() -> list[tuple[str, int]]:
     hosts = np.reshape(multihost_utils.process_allgather(host), (jax.process_count(), -1))
     of_devices = [hosts[device.process_index].tobytes() for device in jax.devices()]
     runs = [len(list(run)) for _, run in itertools.groupby(of_devices)]
-    if len(runs) == 1 or len(runs) != len(set(of_devices)) or len(set(runs)) > 1:
-        return [("rows", -1)]
-    return [("cols", len(runs)), ("rows", -1)]
+    if len(runs) != len(set(of_devices)) or len(set(runs)) > 1:
+        return axes_over_hosts(1)
+    return axes_over_hosts(len(runs))
+
+
+def axes_over_hosts(hosts: int) -> list[tuple[str, int]]:
+    """What `default_axes` gives for so many hosts of equally many devices."""
+    return [("cols", hosts), ("rows", -1)] if hosts > 1 else [("rows", -1)]
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

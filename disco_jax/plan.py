@@ -78,18 +78,15 @@ def run(config: ConfigDict, cluster: Cluster) -> Plan:
 
 
 def announced(make_plan: Callable[[ConfigDict, Cluster], Plan]) -> Callable[[ConfigDict, Cluster], Plan]:
-    """The same, with a line on stderr for each plan: compiling takes minutes."""
+    """The same, with lines on stderr for each plan, at once and at its end: compiling takes minutes."""
 
     def make(config: ConfigDict, cluster: Cluster) -> Plan:
         microbatch = "" if config.microbatch is None else f", microbatch {config.microbatch:,}"
-        print(f"batch {config.batch_size:,}{microbatch}: compiling ...", end=" ", file=sys.stderr, flush=True)
-        outcome = "failed"
-        try:
-            plan = make_plan(config, cluster)
-            fits = "fits" if plan.fits else "does not fit"
-            outcome = f"{gib(plan.peak)} of {gib(plan.pool)} GiB, {fits} ({plan.compile_seconds:.0f} s)"
-        finally:
-            print(outcome, file=sys.stderr, flush=True)
+        print(f"batch {config.batch_size:,}{microbatch}: compiling ...", file=sys.stderr, flush=True)
+        plan = make_plan(config, cluster)
+        fits = "fits" if plan.fits else "does not fit"
+        outcome = f"{gib(plan.peak)} of {gib(plan.pool)} GiB, {fits} ({plan.compile_seconds:.0f} s)"
+        print(f"    {outcome}", file=sys.stderr, flush=True)
         return plan
 
     return make

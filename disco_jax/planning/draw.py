@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 
 from disco_jax.evaluation.report import GRID, INK, MUTED
 from disco_jax.gpu_targets import TARGETS
-from disco_jax.planning.report import GIB, PARTS, Plan, gib, how
+from disco_jax.planning.report import GIB, PARTS, Plan, gib, how, title, with_unit
 
 # All lengths are in inches.
 WIDTH, LEFT, RIGHT, TOP, BOTTOM, ROW = 12.5, 4.1, 1.7, 1.1, 0.55, 0.62
@@ -40,7 +40,7 @@ def draw(path: str | os.PathLike[str], plans: Sequence[Plan]) -> None:
     def axes_at(bottom: float, inches: float) -> Axes:
         return figure.add_axes((LEFT / WIDTH, bottom / height, (WIDTH - LEFT - RIGHT) / WIDTH, inches / height))
 
-    figure.text(0.35 / WIDTH, 1 - 0.36 / height, _title(plans), color=INK, fontsize=13.5, fontweight="bold")
+    figure.text(0.35 / WIDTH, 1 - 0.36 / height, _heading(plans), color=INK, fontsize=13.5, fontweight="bold")
     _legend(figure, y=1 - 0.72 / height)
     _draw_memory(axes_at(height - TOP - bars, bars), plans)
     if traffic:
@@ -50,7 +50,7 @@ def draw(path: str | os.PathLike[str], plans: Sequence[Plan]) -> None:
     figure.savefig(os.fspath(path), format="png")
 
 
-def _title(plans: Sequence[Plan]) -> str:
+def _heading(plans: Sequence[Plan]) -> str:
     targets = {plan.cluster.target for plan in plans}
     kind = f" of an {TARGETS[targets.pop()].description}" if len(targets) == 1 else ""
     return f"Memory{kind} at the peak of a training step, GiB"
@@ -104,7 +104,7 @@ def _draw_memory(axes: Axes, plans: Sequence[Plan]) -> None:
             annotation_clip=False,
         )
         axes.annotate(
-            f"{plan.model}, batch {plan.batch_size:,}",
+            title(plan),
             (0, y),
             xytext=(-10, 7),
             textcoords="offset points",
@@ -138,22 +138,13 @@ def _where(plan: Plan, *, with_target: bool) -> str:
 def _draw_traffic(axes: Axes, traffic: dict[str, tuple[int, int]]) -> None:
     sizes = [size for _, size in traffic.values()]
     bars = axes.barh(range(len(traffic)), sizes, height=0.6, color=TRAFFIC)
-    labels = [f"{_size(size)} in {calls:,} call{'s' * (calls != 1)}" for calls, size in traffic.values()]
+    labels = [f"{with_unit(size)} in {calls:,} call{'s' * (calls != 1)}" for calls, size in traffic.values()]
     axes.bar_label(bars, labels, padding=6, color=INK, fontsize=9.5)
     axes.set_yticks(range(len(traffic)), list(traffic), color=INK)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.3 * max(sizes) or 1)
     _style(axes)
     axes.set_xticks([])  # the labels say it
-
-
-def _size(size: int) -> str:
-    """Bytes to three digits in the unit that suits."""
-    value, unit = next(
-        ((size / scale, unit) for scale, unit in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if size >= scale),
-        (size, "bytes"),
-    )
-    return f"{value:,.0f} {unit}" if value >= 99.95 or unit == "bytes" else f"{value:#.3g} {unit}"
 
 
 def _style(axes: Axes) -> None:

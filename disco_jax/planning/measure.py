@@ -6,15 +6,16 @@ import time
 from ml_collections import ConfigDict
 
 from disco_jax.data.tokenizer import load_tokenizer
+from disco_jax.encoding import TOWERS
 from disco_jax.gpu_targets import POOL_SHARE, TARGETS, target_devices
 from disco_jax.hlo import read_program
-from disco_jax.mesh import make_mesh
+from disco_jax.mesh import axes_over_hosts, make_mesh
 from disco_jax.models import preset
 from disco_jax.models.transformer import check_cudnn_sizes
 from disco_jax.planning.report import Cluster, Plan
 from disco_jax.training.compiled import compile_step
 from disco_jax.training.config import ConfigError, validate
-from disco_jax.training.program import Program, check_sizes, make_program
+from disco_jax.training.program import Program, check_sizes, make_program, without
 from disco_jax.training.stages import Stage, abstract_batch, device_bytes
 
 
@@ -28,23 +29,17 @@ def make_plan(config: ConfigDict, cluster: Cluster) -> Plan:
         ValueError: (or ConfigError, which is one) settings that cannot be run, or not on this cluster.
         ImportError: the extra `plan` is not installed.
     """
+    config = config.copy_and_resolve_references()
     if config.get("smoke"):
         raise ConfigError("config.smoke=True runs on CPU whatever the rest says: plan without it")
-    config = config.copy_and_resolve_references()
-    config.data.train = config.data.train or "not read"
-    validate(config)
-    notes = []
-    model = preset(config.model.name)
-    if config.model.attention == "cudnn":
-        for tower in (model.vision, model.text):
-            check_cudnn_sizes(config.model.dtype, tower.width // tower.heads)
-    if config.model.attention != "xla":
-        notes.append("attention is planned as XLA's; where cuDNN's is used, activations are smaller")
-        config.model.attention = "xla"
+    planned = config.copy_and_resolve_references()
+    planned.data.train = planned.data.train or "not read"
+    validate(planned)
+    planned.model.attention = "xla"
     check_sizes(config, cluster.size)
+    notes = [*_attention_note(config), *_evaluation_note(config, cluster)]
     devices = target_devices(cluster.target, cluster.hosts, cluster.gpus_per_host)
-    by_hosts = [("cols", cluster.hosts), ("rows", -1)] if cluster.hosts > 1 else [("rows", -1)]  # as default_axes
-    axes = config.mesh or by_hosts
+    axes = config.mesh or axes_over_hosts(cluster.hosts)
     sizes = [size for _, size in axes]
     if -1 not in sizes and math.prod(sizes) != cluster.size:
         raise ConfigError(
@@ -52,25 +47,20 @@ def make_plan(config: ConfigDict, cluster: Cluster) -> Plan:
             "change --hosts and --gpus-per-host, or --config.mesh=\"(('rows',-1),)\""
         )
     tokenizer = load_tokenizer(config.data.tokenizer)
-    program = make_program(config, make_mesh(axes, devices), tokenizer.vocab_size, tokenizer.eot_id)
+    program = make_program(planned, make_mesh(axes, devices), tokenizer.vocab_size, tokenizer.eot_id)
     start = time.monotonic()
     stages = compile_step(program, "cuda").stages
     seconds = time.monotonic() - start
-    collectives = dict.fromkeys(
-        ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"), (0, 0)
-    )
+    collectives: dict[str, tuple[int, int]] = {}
     for stage in stages.values():
         for kind, traffic in read_program(stage.compiled.as_text()).by_kind.items():
-            calls, size = collectives[kind]
+            calls, size = collectives.get(kind, (0, 0))
             collectives[kind] = (calls + stage.calls * traffic.calls, size + stage.calls * traffic.bytes)
     name, stage = max(stages.items(), key=lambda item: item[1].peak)
     return Plan(
+        config=config,
         cluster=cluster,
-        model=config.model.name,
-        batch_size=config.batch_size,
-        microbatch=config.microbatch,
-        sharding=config.sharding,
-        streamed=config.stream_inputs,
+        mesh=dict(program.mesh.shape),
         pool=int(POOL_SHARE * TARGETS[cluster.target].memory),
         parts=_parts(program, name, stage),
         collectives=collectives,
@@ -80,16 +70,48 @@ def make_plan(config: ConfigDict, cluster: Cluster) -> Plan:
     )
 
 
+def _attention_note(config: ConfigDict) -> list[str]:
+    """What to know where training may use cuDNN's attention. Raises ConfigError where it is asked for and cannot be."""
+    if config.model.attention == "xla":
+        return []
+    model = preset(config.model.name)
+    for tower in (model.vision, model.text):
+        try:
+            check_cudnn_sizes(config.model.dtype, tower.width // tower.heads)
+        except ValueError as error:
+            if config.model.attention == "cudnn":
+                raise ConfigError(f"config.model.attention='cudnn': {error}") from None
+        else:
+            return ["attention is planned as XLA's; where cuDNN's is used, activations are smaller"]
+    return []
+
+
+def _evaluation_note(config: ConfigDict, cluster: Cluster) -> list[str]:
+    """An evaluation is no step and is not compiled: it needs less, where it encodes no more samples at a time."""
+    at_once = config.eval.batch_size // cluster.size
+    if at_once <= (config.microbatch or config.batch_size // cluster.size):
+        return []
+    return [
+        f"the evaluation encodes {at_once:,} samples at a time on a GPU, more than the step that is planned here: "
+        "lower config.eval.batch_size where that does not fit"
+    ]
+
+
 def _parts(program: Program, name: str, stage: Stage) -> dict[str, int]:
     """What a GPU holds while `stage` runs, by purpose; activations are the rest."""
     config, state = program.config, program.abstract_state
-    batches = 0 if name == "update" else 1 if name == "loss" else 2 if config.stream_inputs or config.prefetch else 1
-    size = config.microbatch * program.mesh.size if config.stream_inputs else config.batch_size
+    inputs = dict(zip(TOWERS, abstract_batch(program, config.batch_size), strict=True))
+    batches = 2 if config.prefetch else 1
+    if config.stream_inputs:
+        inputs = dict(zip(TOWERS, abstract_batch(program, config.microbatch * program.mesh.size), strict=True))
+        batches = {"encode": 2, "loss": 1, "backward": 2, "update": 0}[name]
+        if name != "encode":
+            inputs = without(inputs, program.locked)
     feature = program.local_batch * program.model.embed_dim * program.encoder.dtype.itemsize
     parts = {
         "parameters": device_bytes(state.params),
         "optimizer": device_bytes((state.opt_state, state.ema)),
-        "inputs": batches * device_bytes(abstract_batch(program, size)),
+        "inputs": batches * device_bytes(inputs),
         # Features of two towers, or their gradients; where the peak is the loss's own, all that is beside the rest.
         "features and loss": 0 if name == "update" else 2 * feature,
     }

@@ -1,8 +1,11 @@
 """What was planned, and its text for the terminal."""
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+from ml_collections import ConfigDict
 
 from disco_jax.gpu_targets import TARGETS
 
@@ -28,19 +31,15 @@ class Cluster:
 class Plan:
     """What the training step of a config takes on a cluster, by its compiled program.
 
-    model: name of the preset; batch_size: global; microbatch: samples that a GPU encodes at a time, None for all of its
-    share; sharding: as `config.sharding`; streamed: whether the batch waits in the host's memory; pool: bytes that the
-    runtime can give on one GPU; parts: bytes on each GPU when it holds most, by the names in PARTS, of which
-    "activations" include gradients and workspace; collectives: calls, and bytes that each GPU receives, of each kind in
-    one step; flops_per_sample: model FLOPs of a step; notes: what to know about the plan, one line each.
+    mesh: sizes of its axes in GPUs; pool: bytes that the runtime can give on one GPU; parts: bytes on each GPU when it
+    holds most, by the names in PARTS, of which "activations" include gradients and workspace; collectives: calls, and
+    bytes that each GPU receives, of each kind in one step; flops_per_sample: model FLOPs of a step; notes: what to know
+    about the plan, one line each.
     """
 
+    config: ConfigDict
     cluster: Cluster
-    model: str
-    batch_size: int
-    microbatch: int | None
-    sharding: str
-    streamed: bool
+    mesh: dict[str, int]
     pool: int
     parts: dict[str, int]
     collectives: dict[str, tuple[int, int]]
@@ -71,10 +70,10 @@ class Plan:
 
 def text(plan: Plan) -> str:
     """The plan in lines for the terminal; the last one is the verdict."""
-    hosts, gpus = plan.cluster.hosts, plan.cluster.gpus_per_host
-    share = plan.batch_size // plan.cluster.size
+    hosts, gpus, config = plan.cluster.hosts, plan.cluster.gpus_per_host, plan.config
+    share = config.batch_size // plan.cluster.size
     lines = [
-        f"{plan.model}, batch {plan.batch_size:,} on {plan.cluster.size} x {TARGETS[plan.cluster.target].description}",
+        f"{title(plan)} on {plan.cluster.size} x {TARGETS[plan.cluster.target].description}",
         f"hosts: {hosts} with {gpus} GPU{'s' * (gpus > 1)} each; a GPU has {share:,} samples; {how(plan)}",
         f"compiled in {plan.compile_seconds:.0f} s",
         "",
@@ -87,8 +86,8 @@ def text(plan: Plan) -> str:
     ]
     if plan.traffic:
         lines += _table(
-            ("between GPUs in a step", "calls", "GiB received"),
-            [(kind, f"{calls:,}", f"{size / GIB:.3f}") for kind, (calls, size) in plan.traffic.items()],
+            ("between GPUs in a step", "calls", "received by each"),
+            [(kind, f"{calls:,}", with_unit(size)) for kind, (calls, size) in plan.traffic.items()],
         )
     else:
         lines.append("nothing travels between GPUs")
@@ -97,10 +96,22 @@ def text(plan: Plan) -> str:
     return "\n".join([*lines, "", verdict(plan)])
 
 
+def title(plan: Plan) -> str:
+    """Such as "ViT-B-32, batch 32,768"."""
+    return f"{plan.config.model.name}, batch {plan.config.batch_size:,}"
+
+
 def how(plan: Plan) -> str:
-    """What decides the memory, e.g. "microbatch 1,024, fsdp, streamed"."""
-    microbatch = "no microbatches" if plan.microbatch is None else f"microbatch {plan.microbatch:,}"
-    return ", ".join([microbatch, plan.sharding, *["streamed"] * plan.streamed])
+    """What decides the memory, e.g. "microbatch 1,024, fsdp, remat full, streamed"."""
+    config = plan.config
+    return ", ".join(
+        [
+            "no microbatches" if config.microbatch is None else f"microbatch {config.microbatch:,}",
+            config.sharding,
+            *[f"remat {config.model.remat}"] * (config.model.remat != "none"),
+            *["streamed" if config.stream_inputs else "no prefetch"] * (config.stream_inputs or not config.prefetch),
+        ]
+    )
 
 
 def verdict(plan: Plan) -> str:
@@ -119,28 +130,45 @@ def gib(size: int) -> str:
     return f"{value:,.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
+def with_unit(size: int) -> str:
+    """Bytes to three digits in the unit that suits."""
+    value, unit = next(
+        ((size / scale, unit) for scale, unit in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if size >= scale),
+        (size, "bytes"),
+    )
+    return f"{value:,.0f} {unit}" if value >= 99.95 or unit == "bytes" else f"{value:#.3g} {unit}"
+
+
 def to_json(plan: Plan) -> dict[str, Any]:
     """The plan, its peak and whether it fits, for `json.dump`; sizes in bytes."""
-    collectives = {kind: {"calls": calls, "bytes": size} for kind, (calls, size) in plan.collectives.items()}
-    return {**asdict(plan), "collectives": collectives, "peak": plan.peak, "fits": plan.fits}
+    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    return fields | {
+        "config": plan.config.to_dict(),
+        "cluster": dataclasses.asdict(plan.cluster),
+        "collectives": {kind: {"calls": calls, "bytes": size} for kind, (calls, size) in plan.collectives.items()},
+        "peak": plan.peak,
+        "fits": plan.fits,
+    }
 
 
 def _advice(plan: Plan) -> list[str]:
     """What makes the large parts smaller, the largest first; not what the plan has already."""
+    config = plan.config
     if plan.cluster.size == 1:
         optimizer = parameters = "more GPUs with config.sharding='fsdp'"
     else:
-        parameters = "more GPUs" if plan.sharding == "fsdp" else "config.sharding='fsdp'"
-        optimizer = "config.sharding='zero1'" if plan.sharding == "replicated" else "more GPUs"
-    smaller_microbatch = [] if plan.microbatch == 1 else ["--find-microbatch"]
+        parameters = "more GPUs" if config.sharding == "fsdp" else "config.sharding='fsdp'"
+        optimizer = "config.sharding='zero1'" if config.sharding == "replicated" else "more GPUs"
+    smaller_microbatch = [] if config.microbatch == 1 else ["--find-microbatch"]
+    walked = config.loss.method == "chunked"
     cures = {
         "parameters": [parameters],
         "optimizer": [optimizer],
         "inputs": smaller_microbatch
-        if plan.streamed
-        else ["config.prefetch=False if it is not yet", "config.stream_inputs=True"],
-        "features and loss": ["a smaller config.loss.chunk", "more GPUs"],
-        "activations": [*smaller_microbatch, "config.model.remat='full'"],
+        if config.stream_inputs
+        else [*["config.prefetch=False"] * config.prefetch, "config.stream_inputs=True"],
+        "features and loss": ["a smaller config.loss.chunk" if walked else "config.loss.method='chunked'", "more GPUs"],
+        "activations": [*smaller_microbatch, *["config.model.remat='full'"] * (config.model.remat != "full")],
     }
     large = [name for name, size in plan.parts.items() if size >= plan.peak / 10]
     large.sort(key=plan.parts.__getitem__, reverse=True)

@@ -13,9 +13,10 @@ README = "# A\n<!-- plan-table -->\nold\n<!-- /plan-table -->\nrest\n"
 
 def plan_of(config, cluster):
     parts = dict.fromkeys(PARTS, GIB) | {"activations": 20 * GIB if cluster.size > 1 else 40 * GIB}
-    settings = {"batch_size": config.batch_size, "microbatch": config.microbatch, "streamed": config.stream_inputs}
-    plain = {"model": config.model.name, "sharding": config.sharding, "pool": 36 * GIB, "collectives": {}}
-    return Plan(cluster=cluster, parts=parts, flops_per_sample=0, compile_seconds=1.0, notes=(), **plain, **settings)
+    mesh = {"rows": cluster.size}
+    return Plan(
+        config, cluster, mesh, 36 * GIB, parts, collectives={}, flops_per_sample=0, compile_seconds=1.0, notes=()
+    )
 
 
 def test_table_record_and_picture(tmp_path, monkeypatch, capsys):
@@ -28,11 +29,16 @@ def test_table_record_and_picture(tmp_path, monkeypatch, capsys):
         assert lines[:2] == ["# A", "<!-- plan-table -->"] and lines[-2:] == ["<!-- /plan-table -->", "rest"]
         assert len(lines) == 4 + 2 + len(plans.CASES)
     assert lines[5] == (
-        "| [`vit_b32_32k.py`](configs/vit_b32_32k.py) | 32,768 | 1 | microbatch 1,024, replicated | 44.0 of 36.0 | "
-        "activations, 40.0 | no |"
+        "| [`vit_b32_32k.py`](configs/vit_b32_32k.py) | 32,768 | 1 | microbatch 1,024, replicated, remat dots | "
+        "44.0 of 36.0 | activations, 40.0 | no |"
     )
-    assert "| 32,768 | 8 x 8 | " in lines[-3] and ", fsdp | 24.0 of 36.0 | activations, 20.0 | yes |" in lines[-3]
-    assert "10/10 vit_bigg14_32k on 8 x 8 a100-40gb: compiling ... 24.0 of 36.0 GiB (1 s)" in capsys.readouterr().out
+    assert (
+        "| 32,768 | 8 x 8 | " in lines[-3]
+        and ", fsdp, remat full | 24.0 of 36.0 | activations, 20.0 | yes |" in lines[-3]
+    )
+    assert (
+        "11/11 vit_bigg14_32k on 8 x 8 a100-40gb: compiling ...\n    24.0 of 36.0 GiB (1 s)" in capsys.readouterr().out
+    )
     record = json.loads((out / "plans.json").read_text())
     assert record["jax"] and len(record["plans"]) == len(plans.CASES)
     assert record["plans"][1]["fits"] is False

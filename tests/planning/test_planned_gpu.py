@@ -32,10 +32,17 @@ def test_vit_b32_at_32k():
 
 
 def test_microbatches_streams_and_fsdp_take_less():
-    whole = make_plan(tiny(), HOST)
+    whole = make_plan(tiny(**{"eval.batch_size": 16_384}), HOST)
+    (attention, evaluation) = whole.notes
+    assert attention.startswith("attention is planned as XLA's")
+    assert evaluation.startswith("the evaluation encodes 2,048 samples at a time on a GPU, more than the step")
     pieces = make_plan(tiny(microbatch=64), HOST)
     streamed = make_plan(tiny(microbatch=64, stream_inputs=True), HOST)
-    fsdp = make_plan(tiny(microbatch=64, sharding="fsdp"), Cluster("h100-80gb", hosts=2, gpus_per_host=4))
+    fsdp = make_plan(
+        tiny(microbatch=64, sharding="fsdp", **{"model.dtype": "float32"}),
+        Cluster("h100-80gb", hosts=2, gpus_per_host=4),
+    )
+    assert fsdp.notes == () and fsdp.mesh == {"cols": 2, "rows": 4}
     assert pieces.parts["activations"] < 0.5 * whole.parts["activations"]
     assert streamed.parts["inputs"] == 2 * 64 * (32 * 32 * 3 + 32 * 4) < pieces.parts["inputs"] / 4
     assert fsdp.parts["optimizer"] < 0.2 * pieces.parts["optimizer"]

@@ -7,16 +7,22 @@ import pytest
 from matplotlib.image import imread
 
 from disco_jax.planning.draw import draw
-from disco_jax.planning.report import GIB, PARTS, Cluster, Plan, gib, text, to_json, verdict
+from disco_jax.planning.report import GIB, PARTS, Cluster, Plan, gib, how, text, to_json, verdict, with_unit
+from disco_jax.training import default_config
 
 A100 = Cluster("a100-40gb", 1, 8)
+
+
+def config(**changes):
+    config = default_config()
+    config.update_from_flattened_dict({"batch_size": 1_048_576, "microbatch": 1024} | changes)
+    return config
+
+
 MILLION = Plan(
+    config=config(),
     cluster=A100,
-    model="ViT-B-32",
-    batch_size=1_048_576,
-    microbatch=1024,
-    sharding="replicated",
-    streamed=False,
+    mesh={"rows": 8},
     pool=36 * GIB,
     parts=dict(zip(PARTS, (GIB // 2, GIB, 18 * GIB, 3 * GIB, 8 * GIB), strict=True)),
     collectives={"all-gather": (14, 3 * GIB // 2), "all-to-all": (0, 0), "all-reduce": (1, 3 * 2**20)},
@@ -26,8 +32,8 @@ MILLION = Plan(
 )
 
 
-def with_part(name, size, **changes):
-    return dataclasses.replace(MILLION, parts=MILLION.parts | {name: size}, **changes)
+def with_part(name, size, *, cluster=A100, **changes):
+    return dataclasses.replace(MILLION, parts=MILLION.parts | {name: size}, cluster=cluster, config=config(**changes))
 
 
 def test_text_of_a_plan_that_fits():
@@ -45,9 +51,9 @@ def test_text_of_a_plan_that_fits():
         "activations                   8.00        22.2%",
         "all                          30.50        84.7%",
         "",
-        "between GPUs in a step  calls  GiB received",
-        "all-gather                 14         1.500",
-        "all-reduce                  1         0.003",
+        "between GPUs in a step  calls  received by each",
+        "all-gather                 14          1.50 GiB",
+        "all-reduce                  1          3.00 MiB",
         "",
         "44.3 GFLOPs of the model per sample and step",
         "note: attention is planned as XLA's",
@@ -67,9 +73,13 @@ def test_the_pool_itself_fits_and_a_byte_more_does_not():
     [
         ("activations", {}, "--find-microbatch, config.model.remat='full', --find-batch"),
         ("activations", {"microbatch": 1}, "config.model.remat='full', --find-batch"),
-        ("inputs", {}, "config.prefetch=False if it is not yet, config.stream_inputs=True, --find-batch"),
-        ("inputs", {"streamed": True}, "--find-microbatch, --find-batch"),
+        ("activations", {"model.remat": "dots"}, "--find-microbatch, config.model.remat='full', --find-batch"),
+        ("activations", {"model.remat": "full"}, "--find-microbatch, --find-batch"),
+        ("inputs", {}, "config.prefetch=False, config.stream_inputs=True, --find-batch"),
+        ("inputs", {"prefetch": False}, "config.stream_inputs=True, --find-batch"),
+        ("inputs", {"stream_inputs": True}, "--find-microbatch, --find-batch"),
         ("features and loss", {}, "a smaller config.loss.chunk, more GPUs, --find-batch"),
+        ("features and loss", {"loss.method": "disco"}, "config.loss.method='chunked', more GPUs, --find-batch"),
         ("optimizer", {}, "config.sharding='zero1', --find-batch"),
         ("optimizer", {"sharding": "zero1"}, "more GPUs, --find-batch"),
         ("parameters", {"sharding": "zero1"}, "config.sharding='fsdp', --find-batch"),
@@ -92,14 +102,33 @@ def test_advice_follows_from_the_plan(part, changes, cures):
 
 def test_advice_for_several_large_parts_begins_with_the_largest():
     assert verdict(with_part("activations", 20 * GIB)).endswith(
-        "try --find-microbatch, config.model.remat='full', config.prefetch=False if it is not yet, "
-        "config.stream_inputs=True, --find-batch"
+        "try --find-microbatch, config.model.remat='full', config.prefetch=False, config.stream_inputs=True, "
+        "--find-batch"
     )
 
 
 def test_one_gpu_has_no_traffic():
     plan = dataclasses.replace(MILLION, cluster=Cluster("a100-40gb", 1, 1), collectives={"all-reduce": (0, 0)})
     assert "nothing travels between GPUs" in text(plan) and "hosts: 1 with 1 GPU each" in text(plan)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"microbatch": None}, "no microbatches, replicated"),
+        ({"prefetch": False, "model.remat": "dots"}, "microbatch 1,024, replicated, remat dots, no prefetch"),
+        ({"stream_inputs": True, "sharding": "fsdp"}, "microbatch 1,024, fsdp, streamed"),
+    ],
+)
+def test_what_decides_the_memory(changes, words):
+    assert how(dataclasses.replace(MILLION, config=config(**changes))) == words
+
+
+def test_with_unit():
+    sizes = [0, 999, 1024, 1000 * 1024, 3 * 2**20, 1023 * 2**20, 5000 * GIB]
+    assert [with_unit(size) for size in sizes] == [
+        *("0 bytes", "999 bytes", "1.00 KiB", "1,000 KiB", "3.00 MiB", "1,023 MiB", "5,000 GiB")
+    ]
 
 
 def test_gib():
@@ -112,6 +141,7 @@ def test_json():
     assert record["cluster"] == {"target": "a100-40gb", "hosts": 1, "gpus_per_host": 8}
     assert record["collectives"]["all-gather"] == {"calls": 14, "bytes": 3 * GIB // 2}
     assert record["notes"] == ["attention is planned as XLA's"]
+    assert record["config"]["batch_size"] == 1_048_576 and record["mesh"] == {"rows": 8}
 
 
 def colours(path):

@@ -14,14 +14,13 @@ from disco_jax.training import ConfigError, default_config
 
 POOL = 36 * GIB
 EIGHT = Cluster("a100-40gb", 1, 8)
+CONFIG = default_config()
 
 
-def plan_of(fixed, growing, *, in_part="activations", **settings):
+def plan_of(fixed, growing, *, in_part="activations"):
     """`growing` bytes in one part, `fixed` in the parameters."""
     parts = dict.fromkeys(PARTS, 0) | {"parameters": int(fixed), in_part: int(growing)}
-    plain = {"model": "", "batch_size": 8, "microbatch": None, "sharding": "replicated", "streamed": False}
-    plain |= {"cluster": EIGHT, "pool": POOL, "collectives": {}, "flops_per_sample": 0, "compile_seconds": 0.0}
-    return Plan(**(plain | {"parts": parts, "notes": ()} | settings))
+    return Plan(CONFIG, EIGHT, {"rows": 8}, POOL, parts, {}, flops_per_sample=0, compile_seconds=0.0, notes=())
 
 
 def affine(fixed, slope):
