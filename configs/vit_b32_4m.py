@@ -2,8 +2,8 @@
     --config.data.train='datacomp/{00000..12895}.tar' --config.data.eval='coco/{00000..00004}.tar'
 
 ViT-B/32 at batch 4,194,304 on one host of 8 GPUs. The images of a step, 631 GB, stay in the host's memory and go to the
-GPUs by microbatches, twice. The host's memory holds up to three batches (see vit_b32_1m.py): it takes 1.9 TB, or several
-hosts. Planned for A100-40GB on 2026-12-01: 8.51 of 36.3 GiB.
+GPUs by microbatches, twice. The host's memory holds up to three batches (see vit_b32_1m.py): that takes 1.9 TB, or
+several hosts. Planned for A100-40GB on 2026-12-01: 8.51 of 36.3 GiB.
 """
 
 from ml_collections import ConfigDict

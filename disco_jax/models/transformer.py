@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
@@ -17,8 +18,25 @@ def quick_gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return x * jax.nn.sigmoid(1.702 * x)
 
 
+@jax.custom_jvp
+def gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """x Phi(x), exact."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+@gelu.defjvp
+def _gelu_jvp(
+    primals: tuple[Float[Array, "*shape"]], tangents: tuple[Float[Array, "*shape"]]
+) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    # Written out because jax 0.12.0 cannot differentiate its erfc inside a `jax.shard_map`.
+    (x,), (tangent,) = primals, tangents
+    cdf = jax.lax.erfc(-x * np.sqrt(0.5).astype(x.dtype)) / 2
+    density = jnp.exp(-(x**2) / 2) / np.sqrt(2 * np.pi).astype(x.dtype)
+    return gelu(x), (cdf + x * density) * tangent
+
+
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu": gelu,
     "quickgelu": quick_gelu,
 }
 

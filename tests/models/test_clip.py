@@ -222,3 +222,15 @@ def test_automatic_attention_is_xla_where_cudnn_does_not_work(monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             transformer.check_cudnn(dtype, width)
+
+
+def test_gradient_of_gelu_is_its_derivative_on_devices_too():
+    x = np.linspace(-9, 9, 400)  # float64
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
+    rows = P("rows")
+    derivative = jax.grad(lambda x: transformer.gelu(x).sum())
+    with jax.enable_x64(True):
+        expected = jax.vmap(jax.grad(lambda x: jax.nn.gelu(x, approximate=False)))(x)
+        found = jax.jit(jax.shard_map(derivative, mesh=mesh, in_specs=rows, out_specs=rows))(x)
+        np.testing.assert_allclose(found, expected, rtol=1e-13, atol=1e-15)
+    assert derivative(jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16
