@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported: GPUs of this machine are not needed, and left alone
 
@@ -29,25 +29,24 @@ ONE_GPU, ONE_HOST, FOUR_HOSTS, EIGHT_HOSTS = (
 
 
 class Case(NamedTuple):
-    """A config of configs/ with changed settings, on a cluster."""
+    """A config of configs/ on a cluster."""
 
     config: str
-    changes: dict[str, Any]
     cluster: Cluster
 
 
 CASES = (
-    Case("vit_b32_32k", {}, ONE_HOST),
-    Case("vit_b32_32k", {}, ONE_GPU),
-    Case("vit_b32_196k", {}, EIGHT_HOSTS),
-    Case("vit_b32_196k", {}, ONE_HOST),
-    Case("vit_b32_1m", {}, ONE_HOST),
-    Case("vit_b32_4m", {}, ONE_HOST),
-    Case("vit_b16_32k", {}, ONE_HOST),
-    Case("vit_l14_90k", {}, FOUR_HOSTS),
-    Case("vit_l14_262k", {}, ONE_HOST),
-    Case("vit_h14_32k", {}, EIGHT_HOSTS),
-    Case("vit_bigg14_32k", {}, EIGHT_HOSTS),
+    Case("vit_b32_32k", ONE_HOST),
+    Case("vit_b32_32k", ONE_GPU),
+    Case("vit_b32_196k", EIGHT_HOSTS),
+    Case("vit_b32_196k", ONE_HOST),
+    Case("vit_b32_1m", ONE_HOST),
+    Case("vit_b32_4m", ONE_HOST),
+    Case("vit_b16_32k", ONE_HOST),
+    Case("vit_l14_90k", FOUR_HOSTS),
+    Case("vit_l14_262k", ONE_HOST),
+    Case("vit_h14_32k", EIGHT_HOSTS),
+    Case("vit_bigg14_32k", EIGHT_HOSTS),
 )
 
 
@@ -69,7 +68,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number, case in enumerate(CASES, 1):
         print(f"{number}/{len(CASES)} {describe(case)}: compiling ...", flush=True)
         config = importlib.import_module(f"configs.{case.config}").get_config()
-        config.update(case.changes)
         try:
             plan = make_plan(config, case.cluster)
         except (ValueError, ImportError) as error:
@@ -78,9 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         plans.append(plan)
 
     print(f"\n{table(plans)}\n")
-    cases = [
-        {"name": case.config, "changes": case.changes} | to_json(plan) for case, plan in zip(CASES, plans, strict=True)
-    ]
+    cases = [{"name": case.config} | to_json(plan) for case, plan in zip(CASES, plans, strict=True)]
     record = {"jax": jax.__version__, "plans": cases}
     (args.out / "plans.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     draw(args.out / "plans.png", plans)
@@ -91,8 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def describe(case: Case) -> str:
     """For the progress."""
-    changes = "".join(f", {name}={value}" for name, value in case.changes.items())
-    return f"{case.config}{changes} on {gpus(case.cluster)} {case.cluster.target}"
+    return f"{case.config} on {gpus(case.cluster)} {case.cluster.target}"
 
 
 def gpus(cluster: Cluster) -> str:

@@ -2,8 +2,8 @@
     --config.data.train='datacomp/{00000..12895}.tar' --config.data.eval='coco/{00000..00004}.tar'
 
 ViT-B/32 at batch 1,048,576 on one host of 8 GPUs: each holds the images of its 131,072 pairs (18.4 GiB), and not those
-of the next step. The host's memory holds up to three batches (one that is trained on, one that is read, and its pieces
-while they are put together), of 158 GB each. Planned for A100-40GB on 2026-12-01: 26.1 of 36.3 GiB.
+of the next step. The host's memory holds up to three batches of 158 GB: one that is put together, its pieces, and what
+is read ahead. Planned for A100-40GB on 2026-12-01: 26.1 of 36.3 GiB.
 """
 
 from ml_collections import ConfigDict

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
         leave(f"plan: {argv[1]!r} is no flag: flags begin with --", 2)
     if FIND_BATCH.value and FIND_MICROBATCH.value:
         leave("plan: --find-batch and --find-microbatch exclude each other: find the microbatch first", 2)
-    if JSON.value and JSON.value == PNG.value:
+    if JSON.value and PNG.value and Path(JSON.value).resolve() == Path(PNG.value).resolve():
         leave(f"plan: --json and --png are both {JSON.value}: name two files", 2)
     try:
         for path in (JSON.value, PNG.value):

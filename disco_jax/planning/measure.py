@@ -6,7 +6,6 @@ import time
 from ml_collections import ConfigDict
 
 from disco_jax.data.tokenizer import load_tokenizer
-from disco_jax.encoding import TOWERS
 from disco_jax.gpu_targets import POOL_SHARE, TARGETS, target_devices
 from disco_jax.hlo import read_program
 from disco_jax.mesh import axes_over_hosts, make_mesh
@@ -15,8 +14,8 @@ from disco_jax.models.transformer import check_cudnn_sizes
 from disco_jax.planning.report import Cluster, Plan
 from disco_jax.training.compiled import compile_step
 from disco_jax.training.config import ConfigError, validate
-from disco_jax.training.program import Program, check_sizes, make_program, without
-from disco_jax.training.stages import Stage, abstract_batch, device_bytes
+from disco_jax.training.program import Program, check_sizes, make_program
+from disco_jax.training.stages import Stage, device_bytes
 
 
 def make_plan(config: ConfigDict, cluster: Cluster) -> Plan:
@@ -41,7 +40,7 @@ def make_plan(config: ConfigDict, cluster: Cluster) -> Plan:
     devices = target_devices(cluster.target, cluster.hosts, cluster.gpus_per_host)
     axes = config.mesh or axes_over_hosts(cluster.hosts)
     sizes = [size for _, size in axes]
-    if -1 not in sizes and math.prod(sizes) != cluster.size:
+    if min(sizes, default=0) > 0 and math.prod(sizes) != cluster.size:  # others are `make_mesh`'s to refuse
         raise ConfigError(
             f"config.mesh={tuple(axes)} has {math.prod(sizes)} devices and the cluster {cluster.size}: "
             "change --hosts and --gpus-per-host, or --config.mesh=\"(('rows',-1),)\""
@@ -72,24 +71,24 @@ def make_plan(config: ConfigDict, cluster: Cluster) -> Plan:
 
 def _attention_note(config: ConfigDict) -> list[str]:
     """What to know where training may use cuDNN's attention. Raises ConfigError where it is asked for and cannot be."""
-    if config.model.attention == "xla":
-        return []
-    model = preset(config.model.name)
+    model, supported = preset(config.model.name), 0
     for tower in (model.vision, model.text):
         try:
             check_cudnn_sizes(config.model.dtype, tower.width // tower.heads)
+            supported += 1
         except ValueError as error:
             if config.model.attention == "cudnn":
                 raise ConfigError(f"config.model.attention='cudnn': {error}") from None
-        else:
-            return ["attention is planned as XLA's; where cuDNN's is used, activations are smaller"]
-    return []
+    if config.model.attention == "xla" or not supported:
+        return []
+    return ["attention is planned as XLA's; where cuDNN's is used, activations are smaller"]
 
 
 def _evaluation_note(config: ConfigDict, cluster: Cluster) -> list[str]:
-    """An evaluation is no step and is not compiled: it needs less, where it encodes no more samples at a time."""
+    """An evaluation is no step and is not compiled: it needs less, where it encodes no more patches at a time."""
     at_once = config.eval.batch_size // cluster.size
-    if at_once <= (config.microbatch or config.batch_size // cluster.size):
+    of_step = config.microbatch or config.batch_size // cluster.size
+    if at_once <= (1 - config.model.patch_dropout) * of_step:
         return []
     return [
         f"the evaluation encodes {at_once:,} samples at a time on a GPU, more than the step that is planned here: "
@@ -99,19 +98,12 @@ def _evaluation_note(config: ConfigDict, cluster: Cluster) -> list[str]:
 
 def _parts(program: Program, name: str, stage: Stage) -> dict[str, int]:
     """What a GPU holds while `stage` runs, by purpose; activations are the rest."""
-    config, state = program.config, program.abstract_state
-    inputs = dict(zip(TOWERS, abstract_batch(program, config.batch_size), strict=True))
-    batches = 2 if config.prefetch else 1
-    if config.stream_inputs:
-        inputs = dict(zip(TOWERS, abstract_batch(program, config.microbatch * program.mesh.size), strict=True))
-        batches = {"encode": 2, "loss": 1, "backward": 2, "update": 0}[name]
-        if name != "encode":
-            inputs = without(inputs, program.locked)
+    state = program.abstract_state
     feature = program.local_batch * program.model.embed_dim * program.encoder.dtype.itemsize
     parts = {
         "parameters": device_bytes(state.params),
         "optimizer": device_bytes((state.opt_state, state.ema)),
-        "inputs": batches * device_bytes(inputs),
+        "inputs": stage.inputs,
         # Features of two towers, or their gradients; where the peak is the loss's own, all that is beside the rest.
         "features and loss": 0 if name == "update" else 2 * feature,
     }

@@ -166,7 +166,11 @@ def _advice(plan: Plan) -> list[str]:
         "optimizer": [optimizer],
         "inputs": smaller_microbatch
         if config.stream_inputs
-        else [*["config.prefetch=False"] * config.prefetch, "config.stream_inputs=True"],
+        else [
+            *["config.prefetch=False"] * config.prefetch,
+            *["--find-microbatch"] * (config.microbatch is None),  # which streaming needs
+            "config.stream_inputs=True",
+        ],
         "features and loss": ["a smaller config.loss.chunk" if walked else "config.loss.method='chunked'", "more GPUs"],
         "activations": [*smaller_microbatch, *["config.model.remat='full'"] * (config.model.remat != "full")],
     }

@@ -55,10 +55,8 @@ def find_batch(config: ConfigDict, cluster: Cluster, make_plan: Callable[[Config
 
     Begins at `config.batch_size`. Raises `ConfigError`, and what `make_plan` raises.
     """
+    _check_positive(config)
     microbatch = 1 if config.microbatch is None else config.microbatch
-    for name, value in (("batch_size", config.batch_size), ("microbatch", microbatch)):
-        if value < 1:
-            raise ConfigError(f"config.{name}={value} must be at least 1")
     # Microbatches encode alike however many there are, and a streamed batch is on no GPU.
     grows = ["features and loss"]
     grows += [] if config.stream_inputs else ["inputs"]
@@ -72,6 +70,7 @@ def find_microbatch(config: ConfigDict, cluster: Cluster, make_plan: Callable[[C
 
     Begins at `config.microbatch`. Raises `ConfigError`, and what `make_plan` raises.
     """
+    _check_positive(config)
     local, rest = divmod(config.batch_size, cluster.size)
     if local < 1 or rest:
         raise ConfigError(
@@ -118,6 +117,12 @@ def divisors(number: int) -> list[int]:
     """All of them, growing."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def _check_positive(config: ConfigDict) -> None:
+    for name, value in (("batch_size", config.batch_size), ("microbatch", config.microbatch)):
+        if value is not None and value < 1:
+            raise ConfigError(f"config.{name}={value} must be at least 1")
 
 
 def _crossing(plans: dict[int, Plan], grows: Collection[str]) -> float:

@@ -21,6 +21,7 @@ class WholeStep:
     def __init__(self, program: Program, platform: str | None = None):
         state, batch = program.abstract_state, abstract_batch(program, program.config.batch_size)
         self._prefetch = program.config.prefetch
+        next_batch = device_bytes(batch) if self._prefetch else 0
         self._sharding = batch_sharding(program.mesh)
         self.stages = {
             "step": compile_stage(
@@ -29,7 +30,8 @@ class WholeStep:
                 (state, *batch),
                 donate=0,
                 out=(state, replicated(program.mesh)),
-                resident=device_bytes(batch) if self._prefetch else 0,
+                inputs=device_bytes(batch) + next_batch,
+                resident=next_batch,
             )
         }
 

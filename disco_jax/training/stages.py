@@ -12,10 +12,15 @@ from disco_jax.training.program import Program
 
 
 class Stage(NamedTuple):
-    """A compiled function of a step. calls: of it in a step; resident: bytes on a device beside its arguments."""
+    """A compiled function of a step.
+
+    calls: of it in a step; inputs: bytes of images and tokens on a device while it runs, those that only travel too;
+    resident: bytes on a device beside its arguments, of which such inputs are a part.
+    """
 
     compiled: Any
     calls: int
+    inputs: int
     resident: int
 
     @property
@@ -44,20 +49,21 @@ def compile_stage(
     out: Any,
     donate: int | tuple[int, ...] = (),
     calls: int = 1,
+    inputs: int = 0,
     resident: int = 0,
 ) -> Stage:
     """Compiles a function for shapes `args`; the compiled object is called as the function, jit would not reuse it.
 
-    out: the shardings of the results, or shapes that have them.
+    out: the shardings of the results, or shapes that have them; calls, inputs, resident: as of `Stage`.
     """
     shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", leaf), out)
     # What a function does not use is on the devices all the same, and counts.
     lowered = jax.jit(function, donate_argnums=donate, out_shardings=shardings, keep_unused=True).trace(*args)
     if platform is None:
-        return Stage(lowered.lower().compile(), calls, resident)
+        return Stage(lowered.lower().compile(), calls, inputs, resident)
     # Where no GPU is there to try them on, XLA chooses tiles for its own matrix products that it then cannot compile.
     options = {"xla_gpu_enable_triton_gemm": False}
-    return Stage(lowered.lower(lowering_platforms=(platform,)).compile(options), calls, resident)
+    return Stage(lowered.lower(lowering_platforms=(platform,)).compile(options), calls, inputs, resident)
 
 
 def device_bytes(tree: Any) -> int:

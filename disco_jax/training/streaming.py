@@ -67,6 +67,7 @@ class StreamedStep:
         index = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
         batch = dict(zip(TOWERS, abstract_batch(program, self._microbatch * mesh.size), strict=True))
         trained = without(batch, program.locked)  # what the backward pass needs of it
+        encoded, replayed = device_bytes(batch), device_bytes(trained)
         state_but_params = device_bytes((state.opt_state, state.ema))
 
         def on_devices(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -88,14 +89,16 @@ class StreamedStep:
                 donate=2,
                 out=(features, index),
                 calls=m,
-                resident=state_but_params + device_bytes(batch),  # one more travels
+                inputs=2 * encoded,
+                resident=state_but_params + encoded,
             ),
             "loss": stage(
                 loss,
                 (scalars, features),
                 donate=1,
                 out=(value, features, scalars),
-                resident=device_bytes(state) + device_bytes(trained),
+                inputs=replayed,
+                resident=device_bytes(state) + replayed,
             ),
             "backward": stage(
                 backward,
@@ -103,9 +106,17 @@ class StreamedStep:
                 donate=2,
                 out=(sums, index),
                 calls=m,
-                resident=state_but_params + device_bytes(trained),
+                inputs=2 * replayed,
+                resident=state_but_params + replayed,
             ),
-            "update": stage(finish, (state, value, sums, scalars), donate=0, out=(state, replicated(mesh))),
+            "update": stage(
+                finish,
+                (state, value, sums, scalars),
+                donate=0,
+                out=(state, replicated(mesh)),
+                inputs=encoded,
+                resident=encoded,
+            ),
         }
         self._no_features, self._no_sums = (
             stage(lambda tree=tree: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree), (), out=tree).compiled
@@ -172,27 +183,34 @@ class StreamedStep:
         encode, loss, backward, finish = (stage.compiled for stage in self.stages.values())
         batch = dict(zip(TOWERS, (images, tokens), strict=True))
         features = self._for_each(
-            lambda features, *piece: encode(state.params, state.step, features, *piece), self._no_features(), batch
+            lambda features, *piece: encode(state.params, state.step, features, *piece),
+            self._no_features(),
+            batch,
+            before=state.step,
         )
         value, gradients, of_scalars = loss(without(state.params, TOWERS), features)
         sums = self._for_each(
             lambda sums, *piece: backward(state.params, state.step, sums, gradients, *piece),
             self._no_sums(),
             without(batch, self._program.locked),
+            before=value,
         )
         del features, gradients  # their memory is for the update
         result: tuple[TrainState, Metrics] = finish(state, value, sums, of_scalars)
         return result
 
-    def _for_each(self, run: Callable[..., Any], carry: Any, batch: dict[str, np.ndarray]) -> Any:
-        """Calls `run` with the carry, and the inputs of the towers and the index of each microbatch."""
+    def _for_each(self, run: Callable[..., Any], carry: Any, batch: dict[str, np.ndarray], *, before: Array) -> Any:
+        """Calls `run` with the carry, and the inputs of the towers and the index of each microbatch.
+
+        before: comes from the stage before.
+        """
         sharding, devices = batch_sharding(self._program.mesh), len(self._program.mesh.local_devices)
         pieces = {t: x.reshape(devices, self._count, self._microbatch, *x.shape[1:]) for t, x in batch.items()}
         index = global_array(replicated(self._program.mesh), np.zeros((), np.int32))
         for i in range(self._count):
             # Travels while the one before is computed.
             piece = {t: global_array(sharding, x[:, i].reshape(-1, *x.shape[3:])) for t, x in pieces.items()}
-            carry, following = run(carry, piece, index)
-            jax.block_until_ready(index)  # comes from the call before: its microbatch has left the devices now
-            index = following
+            carry, index = run(carry, piece, index)
+            jax.block_until_ready(before)  # the call before: its microbatch has left the devices now
+            before = index
         return carry

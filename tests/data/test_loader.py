@@ -7,7 +7,14 @@ import pytest
 
 from disco_jax.data import loader
 from disco_jax.data.examples import BadExample, Example
-from disco_jax.data.loader import DropCounter, Preprocessor, TooManyBadExamples, eval_batches, train_batches
+from disco_jax.data.loader import (
+    DropCounter,
+    Preprocessor,
+    TooManyBadExamples,
+    eval_batches,
+    rows_at_a_time,
+    train_batches,
+)
 from disco_jax.data.scenes import Scenes
 from disco_jax.data.tokenizer import load_tokenizer
 
@@ -68,6 +75,21 @@ def test_shapes_and_dtypes(preprocessor):
     assert batch.images.shape == (4, 16, 16, 3) and batch.images.dtype == np.uint8
     assert batch.tokens.shape == (4, 24) and batch.tokens.dtype == np.int32
     assert batch.keys.shape == (4,)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64, 1000, 4096, 32_768, 90_112 // 4, 4_194_304])
+@pytest.mark.parametrize("threads", [2, 16, 64])
+def test_a_batch_is_read_in_some_pieces_for_each_thread(batch_size, threads):
+    pieces, rest = divmod(batch_size, rows_at_a_time(batch_size, threads))
+    assert rest == 0
+    assert min(batch_size, 4 * threads) <= pieces <= max(1000, 8 * threads)
+
+
+def test_rows_read_together_are_those_read_one_by_one(preprocessor, monkeypatch):
+    scenes = Scenes("train", 40)
+    together = take(scenes, preprocessor, 3, batch_size=16)  # by two threads, two at a time
+    monkeypatch.setattr(loader, "rows_at_a_time", lambda *_: 1)
+    assert_equal(together, take(scenes, preprocessor, 3, batch_size=16))
 
 
 def test_starting_at_a_step_gives_the_batches_of_an_unbroken_pass(preprocessor):

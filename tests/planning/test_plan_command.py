@@ -97,6 +97,7 @@ def test_nothing_fits(run):
         (["--config=configs/nowhere.py"], "nowhere.py"),
         (["find-batch"], "'find-batch' is no flag: flags begin with --"),
         (["--find-batch", "--find-microbatch"], "--find-batch and --find-microbatch exclude each other"),
+        (["--json={folder}/x", "--png={folder}/./x"], "--json and --png are both"),
         (["--json={folder}"], "is a folder: name a file in it"),
         (["--png={folder}/none/x.png"], "none/x.png cannot be written: make its folder"),
         (["--find-microbatch", "--config.batch_size=100"], "batch_size=100 does not divide over 8 GPUs"),

@@ -55,6 +55,8 @@ def test_microbatches_streams_and_fsdp_take_less():
     ("changes", "message"),
     [
         ({"mesh": (("rows", 4),)}, r"config\.mesh=\(\('rows', 4\),\) has 4 devices and the cluster 8: .*-1"),
+        ({"mesh": (("cols", 16), ("rows", -1))}, r"asks for 16 devices, there are 8 \(gpu\): lower its sizes$"),
+        ({"mesh": (("rows", -2),)}, "needs sizes of at least 1"),
         ({"batch_size": 4100}, "does not divide over the 8 devices"),
         ({"model.attention": "cudnn", "model.dtype": "float32"}, "cuDNN's attention computes in bfloat16, not float32"),
         ({"smoke": True}, "plan without it"),

@@ -76,6 +76,11 @@ def test_the_pool_itself_fits_and_a_byte_more_does_not():
         ("activations", {"model.remat": "dots"}, "--find-microbatch, config.model.remat='full', --find-batch"),
         ("activations", {"model.remat": "full"}, "--find-microbatch, --find-batch"),
         ("inputs", {}, "config.prefetch=False, config.stream_inputs=True, --find-batch"),
+        (
+            "inputs",
+            {"microbatch": None, "prefetch": False},
+            "--find-microbatch, config.stream_inputs=True, --find-batch",
+        ),
         ("inputs", {"prefetch": False}, "config.stream_inputs=True, --find-batch"),
         ("inputs", {"stream_inputs": True}, "--find-microbatch, --find-batch"),
         ("features and loss", {}, "a smaller config.loss.chunk, more GPUs, --find-batch"),

@@ -170,7 +170,9 @@ def test_find_microbatch_varies_the_config(streamed, part):
     "find, changes, message",
     [
         (find_microbatch, {"batch_size": 100}, "batch_size=100 does not divide over 8 GPUs: use a multiple"),
-        (find_microbatch, {"batch_size": 0}, "batch_size=0 does not divide"),
+        (find_microbatch, {"batch_size": 4}, "batch_size=4 does not divide over 8 GPUs"),
+        (find_microbatch, {"batch_size": 0}, "batch_size=0 must be at least 1"),
+        (find_microbatch, {"microbatch": -1}, "microbatch=-1 must be at least 1"),
         (find_batch, {"batch_size": 0}, "batch_size=0 must be at least 1"),
         (find_batch, {"microbatch": 0}, "microbatch=0 must be at least 1"),
     ],

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -205,25 +204,43 @@ def test_the_average_of_the_parameters():
     assert averaged(state)["text"] is state.ema["text"]
 
 
-def test_streamed_microbatches_leave_the_devices(monkeypatch):
-    """Never more than two are there: one that is computed and one that travels."""
-    program = make(2, batch_size=32, microbatch=2, stream_inputs=True)
+@pytest.mark.parametrize("locked", [False, True])
+def test_never_more_than_two_microbatches_are_on_a_device(monkeypatch, locked):
+    """One that is computed and one that travels, also where a stage or a step ends: what was waited for tells."""
+    program = make(2, batch_size=32, microbatch=4, stream_inputs=True, lock_text=locked)
     step, state = compile_step(program), first_state(program)
-    alive, most = [], 0
-    put = streaming.global_array
+    put, wait = streaming.global_array, jax.block_until_ready
+    results, uses, calls, done, most = {}, [], 0, 0, 0  # calls run in order: when one is done, so are those before
 
-    def watched(sharding, rows):
+    def counted_put(sharding, rows):
         nonlocal most
-        array = put(sharding, rows)
         if rows.ndim == 4:
-            assert rows.shape == (4, 8, 8, 3)
-            alive.append(weakref.ref(array))
-            most = max(most, sum(ref() is not None for ref in alive))
-        return array
+            assert rows.shape == (8, 8, 8, 3)
+            uses.append(calls + 1)  # by the next call
+            most = max(most, sum(use > done for use in uses))
+        return put(sharding, rows)
 
-    monkeypatch.setattr(streaming, "global_array", watched)
-    step(state, *batch(0, 32))
-    assert len(alive) == 16 and most == 2
+    def counted_call(compiled):
+        def call(*args):
+            nonlocal calls
+            calls += 1
+            out = compiled(*args)
+            results.update((id(leaf), (leaf, calls)) for leaf in jax.tree.leaves(out))
+            return out
+
+        return call
+
+    def counted_wait(leaf):
+        nonlocal done
+        done = max(done, results.get(id(leaf), (None, 0))[1])
+        return wait(leaf)
+
+    step.stages = {name: stage._replace(compiled=counted_call(stage.compiled)) for name, stage in step.stages.items()}
+    monkeypatch.setattr(streaming, "global_array", counted_put)
+    monkeypatch.setattr(jax, "block_until_ready", counted_wait)
+    for seed in range(2):
+        state, _ = step(state, *batch(seed, 32))
+    assert len(uses) == 2 * 2 * 4 and calls == 2 * (4 + 1 + 4 + 1) and most == 2
 
 
 def test_what_a_locked_tower_sees_travels_once(monkeypatch):
