@@ -106,8 +106,8 @@ class StreamedStep:
                 donate=2,
                 out=(sums, index),
                 calls=m,
-                inputs=2 * replayed,
-                resident=state_but_params + replayed,
+                inputs=replayed + encoded,  # the next step's first one may travel
+                resident=state_but_params + encoded,
             ),
             "update": stage(
                 finish,
