@@ -28,7 +28,7 @@ test-modes: $(VENV)/installed-dev
 test-plan: $(VENV)/installed-plan
 	PYTHONPATH=$(VENV)/plan $(BIN)/python -m pytest -k gpu
 
-# The README's table of what fits on such GPUs; takes about a quarter of an hour on 2 cores.
+# The README's table of what fits on such GPUs; takes some ten minutes on 2 cores.
 plan-table: $(VENV)/installed-plan
 	PYTHONPATH=$(VENV)/plan JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.plans
 

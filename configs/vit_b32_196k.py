@@ -4,7 +4,7 @@
 ViT-B/32 at batch 196,608 on 8 hosts of 8 GPUs, the largest of the DisCo-CLIP paper; the same command on every host
 under Slurm, or with --config.distributed.coordinator=HOST:PORT --config.distributed.num_processes=8
 --config.distributed.process_id=0..7 on hosts without a scheduler. The workdir is on a file system that all share.
-Planned for A100-40GB on 2026-12-01: 13.2 of 36.3 GiB. It fits on one host of 8 too (19.2 GiB).
+Planned for A100-40GB on 2026-12-01: 13.7 of 36.3 GiB. It fits on one host of 8 too (19.8 GiB).
 """
 
 from ml_collections import ConfigDict

@@ -2,7 +2,7 @@
     --config.data.train='laion400m/{00000..41407}.tar' --config.data.eval='coco/{00000..00004}.tar'
 
 ViT-B/32 at batch 32,768 on one host of 8 GPUs: OpenAI's recipe, 32 epochs of LAION-400M. Planned for A100-40GB on
-2026-12-01: 13.5 of 36.3 GiB.
+2026-12-01: 14.0 of 36.3 GiB.
 """
 
 from ml_collections import ConfigDict

@@ -3,7 +3,7 @@
 
 ViT-B/32 at batch 4,194,304 on one host of 8 GPUs. The images of a step, 631 GB, stay in the host's memory and go to the
 GPUs by microbatches, twice. The host's memory holds up to three batches (see vit_b32_1m.py): that takes 1.9 TB, or
-several hosts. Planned for A100-40GB on 2026-12-01: 8.51 of 36.3 GiB.
+several hosts. Planned for A100-40GB on 2026-12-01: 8.77 of 36.3 GiB.
 """
 
 from ml_collections import ConfigDict

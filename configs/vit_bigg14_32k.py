@@ -2,7 +2,7 @@
     --config.data.train='datacomp/{00000..12895}.tar' --config.data.eval='coco/{00000..00004}.tar'
 
 ViT-bigG/14 at batch 32,768 on 8 hosts of 8 GPUs, parameters and optimizer divided over all. Planned for A100-40GB on
-2026-12-01: 21.5 of 36.3 GiB.
+2026-12-01: 21.3 of 36.3 GiB.
 """
 
 from ml_collections import ConfigDict

@@ -2,7 +2,7 @@
     --config.data.train='datacomp/{00000..12895}.tar' --config.data.eval='coco/{00000..00004}.tar'
 
 ViT-H/14 at batch 32,768 on 8 hosts of 8 GPUs, parameters and optimizer divided over all: 32 billion samples, as LAION
-trained it on its 2 billion pairs. Planned for A100-40GB on 2026-12-01: 26.9 of 36.3 GiB.
+trained it on its 2 billion pairs. Planned for A100-40GB on 2026-12-01: 26.3 of 36.3 GiB.
 """
 
 from ml_collections import ConfigDict

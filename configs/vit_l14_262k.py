@@ -1,7 +1,7 @@
 """python train.py --config configs/vit_l14_262k.py --workdir runs/vit_l14_262k \
     --config.data.train='datacomp/{00000..12895}.tar' --config.data.eval='coco/{00000..00004}.tar'
 
-ViT-L/14 at batch 262,144 on one host of 8 GPUs. Planned for A100-40GB on 2026-12-01: 33.2 of 36.3 GiB.
+ViT-L/14 at batch 262,144 on one host of 8 GPUs. Planned for A100-40GB on 2026-12-01: 32.7 of 36.3 GiB.
 """
 
 from ml_collections import ConfigDict

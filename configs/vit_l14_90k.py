@@ -2,7 +2,7 @@
     --config.data.train='datacomp/{00000..12895}.tar' --config.data.eval='coco/{00000..00004}.tar'
 
 ViT-L/14 at batch 90,112 on 4 hosts of 8 GPUs: DataComp's recipe of its largest scale, 12.8 billion samples (Gadre et
-al. 2023, arXiv 2304.14108, table 3). Planned for A100-40GB on 2026-12-01: 24.7 of 36.3 GiB.
+al. 2023, arXiv 2304.14108, table 3). Planned for A100-40GB on 2026-12-01: 24.2 of 36.3 GiB.
 """
 
 from ml_collections import ConfigDict
