@@ -139,13 +139,13 @@ def make_mesh(axes: Sequence[tuple[str, int]], devices: Sequence[jax.Device] | N
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(f"{asked} needs sizes of at least 1; one of them may be -1, the rest of the devices")
 
-    simulate = "" if devices else ", or simulate devices on the CPU with config.cpu_devices={}"
-    devices = devices or jax.devices()
     fixed = math.prod(size for size in sizes if size != -1)
+    simulate = f", or simulate devices on the CPU with config.cpu_devices={fixed}" if devices is None else ""
+    devices = jax.devices() if devices is None else devices
     if fixed > len(devices):
         raise ValueError(
             f"{asked} asks for {fixed} devices, there are {len(devices)} ({devices[0].platform}): "
-            f"lower its sizes{simulate.format(fixed)}"
+            f"lower its sizes{simulate}"
         )
     if -1 in sizes:
         if len(devices) % fixed:
