@@ -23,19 +23,21 @@ class BadExample(ValueError):
 
 @dataclass(frozen=True)
 class Example:
-    """One image-caption pair as stored, before any decoding.
+    """One image with its captions as stored, before any decoding.
 
     Attributes:
         key: name of the example, unique within its source; used in logs.
         image: the encoded image file.
         caption: the caption as stored; bytes are UTF-8, None means there is none.
         label: class index where the source knows one.
+        other_captions: further captions of the same image. Training takes `caption`, retrieval all of them.
     """
 
     key: str
     image: bytes
     caption: bytes | str | None
     label: int | None = None
+    other_captions: tuple[bytes | str, ...] = ()
 
 
 @runtime_checkable

@@ -17,6 +17,9 @@ from disco_jax.data.examples import BadExample
 
 MAX_PIXELS = 89_478_485  # 256 MiB of RGB, the size from which Pillow itself warns of a decompression bomb
 
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
+"""Of the files that are taken for images, in lower case."""
+
 # Only these: other Pillow formats are rare on the web, and some start programs (EPS) or fetch files.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 _SIGNATURES = (

@@ -37,7 +37,8 @@ class TarSource:
 
     Args:
         pattern: tars by name, brace pattern (`{00000..00127}.tar`) or glob (`*.tar`), or several of these.
-        caption: where captions are: `"txt"`, or `"json:FIELD"` for a field of the JSON member.
+        caption: where captions are: `"txt"`; `"txt:lines"`, each line that is not blank; `"json:FIELD"`, a field of the
+            JSON member that holds a text or a list of them; None: there are none, and samples need only their image.
         label: where class indices are: None (there are none), `"cls"` or `"json:FIELD"`.
         cache_dir: folder for the indices; by default `disco_jax/index` in the user's cache folder.
 
@@ -50,25 +51,29 @@ class TarSource:
         self,
         pattern: str | Sequence[str],
         *,
-        caption: str = "txt",
+        caption: str | None = "txt",
         label: str | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
     ):
+        wanted = {"image": 0}  # what is read of a sample, and the member's role
         self._fields: dict[str, str | None] = {}
-        roles = [0, self._parse("caption", caption, "txt")]
+        self._lines = caption == "txt:lines"
+        if caption is not None:
+            wanted["caption"] = self._parse("caption", "txt" if self._lines else caption, "txt")
         if label is not None:
-            roles.append(self._parse("label", label, "cls"))
+            wanted["label"] = self._parse("label", label, "cls")
+        self._wanted, roles = tuple(wanted), list(wanted.values())
         self._paths = [os.path.abspath(path) for path in shard_paths(pattern)]
         folder = os.path.commonpath([os.path.dirname(path) for path in self._paths])
         self._shards = [os.path.relpath(path, folder).removesuffix(".tar") for path in self._paths]
         self._keys: list[np.ndarray] = []
-        self._members: list[np.ndarray] = []  # uint32 [n, 2 or 3, 2]: image, caption, label
+        self._members: list[np.ndarray] = []  # uint32 [n, len(wanted), 2]
         for path, index in zip(self._paths, index_tars(self._paths, cache_dir or default_cache_dir()), strict=True):
             there = index.members[:, :, 0] > 0
             if not there[:, roles].all(1).any():
-                wanted = " and ".join("an image" if role == 0 else f".{ROLES[role]}" for role in dict.fromkeys(roles))
+                needed = " and ".join("an image" if role == 0 else f".{ROLES[role]}" for role in dict.fromkeys(roles))
                 held = ", ".join(f"{n} {name}" for n, name in zip(there.sum(0), ROLES, strict=True))
-                raise ValueError(f"{path} holds no sample with {wanted}; its members are {held}")
+                raise ValueError(f"{path} holds no sample with {needed}; its members are {held}")
             ours = there[:, roles[:2]].any(1)  # a lone member of another kind is no sample
             self._keys.append(index.keys[ours])
             self._members.append(index.members[ours][:, roles])
@@ -83,8 +88,8 @@ class TarSource:
         """Reads one sample.
 
         Raises:
-            BadExample: `image:missing`, `caption:missing`, `caption:not_text`, `label:missing`, `label:not_an_integer`,
-                `json:broken`, `shard:truncated` or `shard:unreadable`.
+            BadExample: `image:missing`, `caption:missing`, `caption:not_text`, `caption:empty` (no line is not blank),
+                `label:missing`, `label:not_an_integer`, `json:broken`, `shard:truncated` or `shard:unreadable`.
         """
         index = operator.index(index)
         if not 0 <= index < len(self):
@@ -92,14 +97,13 @@ class TarSource:
         shard = int(np.searchsorted(self._starts, index, side="right")) - 1
         row = index - int(self._starts[shard])
         key = f"{self._shards[shard]}/{self._keys[shard][row].decode()}"
-        image, text, *rest = (
-            self._read(shard, key, what, int(block), int(size))
-            for what, (block, size) in zip(("image", "caption", "label"), self._members[shard][row], strict=False)
-        )
-        caption = self._value("caption", text, key)
-        if not isinstance(caption, bytes | str):
-            raise BadExample("caption:not_text", f"{key}: the caption is {caption!r}")
-        return Example(key, image, caption, _integer(self._value("label", rest[0], key), key) if rest else None)
+        data = {
+            what: self._read(shard, key, what, int(block), int(size))
+            for what, (block, size) in zip(self._wanted, self._members[shard][row], strict=True)
+        }
+        first, *others = self._captions(data["caption"], key) if "caption" in data else [None]
+        label = _integer(self._value("label", data["label"], key), key) if "label" in data else None
+        return Example(key, data["image"], first, label, tuple(others))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_open"}
@@ -111,7 +115,8 @@ class TarSource:
         """The role that holds captions or labels; notes the field if it is JSON."""
         role, _, field = place.partition(":")
         if place != plain and not (role == "json" and field):
-            raise ValueError(f"{what} is {place!r}: give {plain!r} or 'json:FIELD'")
+            lines = "" if what == "label" else ", 'txt:lines'"
+            raise ValueError(f"{what} is {place!r}: give {plain!r}{lines} or 'json:FIELD'")
         self._fields[what] = field or None
         return ROLES.index(role)
 
@@ -126,6 +131,20 @@ class TarSource:
         if len(data) < size:
             raise BadExample("shard:truncated", f"{path} ends within the {what} of {key}: it was cut after indexing")
         return data
+
+    def _captions(self, data: bytes, key: str) -> list[Any]:
+        """The captions that the member holds, at least one."""
+        value = self._value("caption", data, key)
+        if self._lines:
+            value = [line for line in data.splitlines() if line.decode(errors="replace").strip()]
+            if not value:
+                raise BadExample("caption:empty", f"{key}: each line of the captions is blank")
+        captions = value if isinstance(value, list) else [value]
+        if not captions:
+            raise BadExample("caption:missing", f"{key}: the list of captions is empty")
+        if not all(isinstance(caption, bytes | str) for caption in captions):
+            raise BadExample("caption:not_text", f"{key}: the caption is {value!r}")
+        return captions
 
     def _value(self, what: str, data: bytes, key: str) -> object:
         """The member itself, or a field of it."""

@@ -16,13 +16,15 @@ import numpy as np
 from absl import logging
 from tqdm import tqdm
 
+from disco_jax.data.images import IMAGE_EXTENSIONS
+
 ROLES = ("image", "txt", "json", "cls")
 """The members of a sample that are indexed; any others are ignored."""
 
 BLOCK = 512
 """Every member's data starts at a multiple of this many bytes."""
 
-_ROLE_OF_EXTENSION = dict.fromkeys(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"), 0)
+_ROLE_OF_EXTENSION = dict.fromkeys(IMAGE_EXTENSIONS, 0)
 _ROLE_OF_EXTENSION |= {"txt": 1, "json": 2, "cls": 3}
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _VERSION = 1  # of the cached arrays: raise it when the scan changes

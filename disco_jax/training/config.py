@@ -8,6 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+from disco_jax.data.sources import SOURCES, source_settings
 from disco_jax.losses.checks import check_method
 from disco_jax.models import CLIPConfig, preset
 from disco_jax.models.transformer import ATTENTIONS, REMATS
@@ -92,19 +93,9 @@ def default_config() -> ConfigDict:
     config.loss.chunk = placeholder(int)  # chunked and sigmoid: columns of a tile; fewer need less memory
     config.loss.label_smoothing = 0.0  # contrastive, but not disco
 
-    config.data = ConfigDict()
-    config.data.source = "tars"  # "tars", "tfds" or "scenes" (generated)
+    config.data = source_settings()  # where the data are: disco_jax/data/sources.py
     config.data.train = ""  # tars: brace or glob pattern; tfds and scenes: split
     config.data.eval = ""  # likewise, held out; empty: no evaluation
-    config.data.caption = "txt"  # tars: the member with the caption, or "json:FIELD"
-    config.data.label = placeholder(str)  # tars: "cls" or "json:FIELD", where there are class indices
-    config.data.index_cache = placeholder(str)  # tars: folder of the indices; unset: the user's cache folder
-    config.data.tfds_name = placeholder(str)  # tfds: "name:version", or the folder of a prepared dataset
-    config.data.tfds_dir = placeholder(str)  # tfds: where datasets are prepared
-    config.data.tfds_image_key = "image"
-    config.data.tfds_text_key = placeholder(str)  # either a text feature ...
-    config.data.tfds_label_key = placeholder(str)  # ... or a label, put into the prompt
-    config.data.tfds_prompt = "a photo of a {}."
     config.data.tokenizer = placeholder(str)  # path of a tokenizer.json; unset: CLIP's own
     config.data.crop_scale = (0.9, 1.0)  # RandomResizedCrop: share of the area
     config.data.crop_ratio = (3 / 4, 4 / 3)  # and aspect ratio
@@ -252,7 +243,7 @@ def validate(config: ConfigDict) -> None:
         "sharding": SHARDINGS,
         "model.remat": REMATS,
         "model.attention": ATTENTIONS,
-        "data.source": ("tars", "tfds", "scenes"),
+        "data.source": SOURCES,
         "optimizer.name": ("adamw", "lion", "adafactor"),
         "optimizer.schedule": ("cosine", "constant", "rsqrt"),
     }
@@ -287,6 +278,8 @@ def validate(config: ConfigDict) -> None:
             raise ConfigError(f"config.{name}={(low, high)} must be 0 < low <= high, a scale at most 1")
     if not config.data.train:
         raise ConfigError("config.data.train is empty: give the data, e.g. --config.data.train='shards/{000..009}.tar'")
+    if config.data.source == "folder":
+        raise ConfigError("config.data.source='folder' has no captions to train on: use one of tars, tfds, scenes")
     if config.data.source == "tfds" and config.data.tfds_name is None:
         raise ConfigError("config.data.tfds_name is not set: give 'name:version' or the folder of a prepared dataset")
     _check_mesh_setting(config.mesh)
