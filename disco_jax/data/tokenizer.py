@@ -84,14 +84,19 @@ def load_tokenizer(path: str | os.PathLike[str] | None = None) -> Tokenizer:
     return _clip_tokenizer() if path is None else _file_tokenizer(os.fspath(path))
 
 
-def _clip_tokenizer() -> Tokenizer:
+def clip_vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
+    """CLIP's tokens in the order of their ids, without the two special ones that follow, and the merges of its BPE."""
     packed = resources.files(__package__).joinpath("clip_bpe.txt.gz").read_bytes()
     lines = gzip.decompress(packed).decode("utf-8").splitlines()
     merges = [(first, second) for first, second in (line.split(" ") for line in lines)]
     # Bytes come first, the printable ones as themselves and ahead of the rest, which stand as U+0100 and on.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = [chr(b) for b in printable] + [chr(0x100 + i) for i in range(256 - len(printable))]
-    tokens = [*alphabet, *(c + "</w>" for c in alphabet), *(first + second for first, second in merges)]
+    return [*alphabet, *(c + "</w>" for c in alphabet), *(first + second for first, second in merges)], merges
+
+
+def _clip_tokenizer() -> Tokenizer:
+    tokens, merges = clip_vocabulary()
     # The two special tokens are left out of the model, so that no text can give their ids.
     model = tokenizers.Tokenizer(
         models.BPE(

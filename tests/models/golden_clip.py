@@ -10,33 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from disco_jax.models import CLIP, CLIPConfig, TextConfig, VisionConfig
+from disco_jax import convert
+from disco_jax.models import CLIP, CLIPConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-OPEN_CLIP_NAMES = {  # ours to open_clip's, applied in order
-    "text.projection.kernel": "text_projection",
-    "visual.projection.kernel": "visual.proj",
-    "visual.patch_embedding": "visual.conv1",
-    "text.": "",
-    "position_embedding": "positional_embedding",
-    "in_proj.kernel": "in_proj_weight",
-    "in_proj.bias": "in_proj_bias",
-    ".kernel": ".weight",
-    ".scale": ".weight",
-    ".embedding": ".weight",
-}
-
-
-def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    data = path.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    tensors = {}
-    for name, entry in json.loads(data[8:start]).items():
-        if name != "__metadata__":
-            assert entry["dtype"] == "F32"
-            begin, end = entry["data_offsets"]
-            tensors[name] = np.frombuffer(data[start + begin : start + end], "<f4").reshape(entry["shape"])
-    return tensors
 
 
 # The backend's optimisations take most of the compile time of these small programs.
@@ -58,32 +35,17 @@ def abstract_clip(config: CLIPConfig, dtype=jnp.float32) -> tuple[nnx.GraphDef, 
 
 def load(name: str) -> tuple[CLIPConfig, nnx.State, dict[str, np.ndarray]]:
     """The config and the parameters of a golden model, and its golden inputs and features."""
+    weights = load_golden(name)
+    params = nnx.state(weights.clip())
+    return weights.model, params, dict(np.load(GOLDEN / f"{name}.npz"))
+
+
+def load_golden(name: str) -> convert.Weights:
+    """The weights of open_clip's golden models."""
     meta = json.loads((GOLDEN / f"{name}.json").read_text())
-    sizes = {tower: {"mlp_width": 4 * meta[tower]["width"]} | meta[tower] for tower in ("vision", "text")}
-    config = CLIPConfig(
-        meta["embed_dim"],
-        VisionConfig(**sizes["vision"]),
-        TextConfig(**sizes["text"], eot_id=meta["text"]["vocab_size"] - 1),
-        "quickgelu" if meta["quick_gelu"] else "gelu",
+    return convert.load(
+        GOLDEN / f"{name}.safetensors",
+        activation="quickgelu" if meta["quick_gelu"] else "gelu",
+        vision_heads=meta["vision"]["heads"],
+        text_heads=meta["text"]["heads"],
     )
-    tensors = read_safetensors(GOLDEN / f"{name}.safetensors")
-
-    def read(path: jax.tree_util.KeyPath, ours: jax.ShapeDtypeStruct) -> jax.Array:
-        key = ours_key = ".".join(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
-        for old, new in OPEN_CLIP_NAMES.items():
-            key = key.replace(old, new)
-        if "blocks." in key:
-            names = [key.replace("blocks.", f"resblocks.{layer}.") for layer in range(ours.shape[0])]
-            value = np.stack([tensors.pop(layer_name) for layer_name in names])
-        else:
-            value = tensors.pop(key)
-        if key == "visual.conv1.weight":
-            value = value.transpose(2, 3, 1, 0).reshape(ours.shape)
-        elif ours_key.endswith(".kernel") and not ours_key.endswith("projection.kernel"):
-            value = value.swapaxes(-1, -2)
-        assert value.shape == ours.shape, ours_key
-        return jnp.asarray(value)
-
-    params = jax.tree_util.tree_map_with_path(read, abstract_clip(config)[1])
-    assert not tensors, f"not read: {list(tensors)}"
-    return config, params, dict(np.load(GOLDEN / f"{name}.npz"))
