@@ -101,9 +101,9 @@ class TarSource:
             what: self._read(shard, key, what, int(block), int(size))
             for what, (block, size) in zip(self._wanted, self._members[shard][row], strict=True)
         }
-        first, *others = self._captions(data["caption"], key) if "caption" in data else [None]
+        captions = self._captions(data["caption"], key) if "caption" in data else []
         label = _integer(self._value("label", data["label"], key), key) if "label" in data else None
-        return Example(key, data["image"], first, label, tuple(others))
+        return Example(key, data["image"], captions[0] if captions else None, label, tuple(captions[1:]))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_open"}
@@ -241,10 +241,12 @@ def _what_is_near(name: str) -> str:
 def write_tar(path: str | os.PathLike[str], examples: Iterable[Example]) -> None:
     """Writes a shard: of each example `KEY.jpg` (or its own kind), `KEY.txt`, and `KEY.cls` if it has a label.
 
-    The same examples give the same bytes. The file appears only when it is complete.
+    Where an example has other captions, each is a line of its `KEY.txt`, for `caption="txt:lines"`. The same examples
+    give the same bytes. The file appears only when it is complete.
 
     Raises:
-        ValueError: there are no examples, a key cannot name a sample or comes twice, or an image is of no known kind.
+        ValueError: there are no examples, a key cannot name a sample or comes twice, an image is of no known kind, or
+            one of several captions has more than one line.
     """
     keys: set[str] = set()
     with atomic_write(Path(path)) as file, tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
@@ -260,7 +262,11 @@ def write_tar(path: str | os.PathLike[str], examples: Iterable[Example]) -> None
                 raise ValueError(f"the image of {key!r} is of no known kind, it starts with {example.image[:16]!r}")
             members = {extension: example.image}
             if example.caption is not None:
-                members["txt"] = example.caption.encode() if isinstance(example.caption, str) else example.caption
+                captions = (example.caption, *example.other_captions)
+                lines = [text.encode() if isinstance(text, str) else text for text in captions]
+                if len(lines) > 1 and any(len(text.splitlines()) > 1 for text in lines):
+                    raise ValueError(f"a caption of {key!r} has line breaks: replace them, each caption is a line")
+                members["txt"] = b"\n".join(lines)
             if example.label is not None:
                 members["cls"] = str(example.label).encode()
             for kind, data in members.items():

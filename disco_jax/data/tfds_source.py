@@ -1,20 +1,23 @@
 """Prepared TensorFlow Datasets as a random-access source, without TensorFlow."""
 
+import functools
+import operator
 import os
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from disco_jax.data.examples import Example
+from disco_jax.data.examples import BadExample, Example
 
 
 class TfdsSource:
     """Image-caption pairs of a dataset that tfds has prepared as ArrayRecord files.
 
-    Images are left encoded. Captions are a text feature, or made of a class label's name and a prompt. Reading is
-    thread-safe and the source can be pickled. Only what is on disk is used: nothing is downloaded or prepared, and the
-    dataset's own code is not needed.
+    Images are left encoded. Captions are a text feature, or a sequence of texts whose first is `Example.caption`, or
+    made of a class label's name and a prompt. Reading is thread-safe and the source can be pickled. Only what is on
+    disk is used: nothing is downloaded or prepared, and the dataset's own code is not needed.
 
     Attributes:
       label_names: names of the classes, underscores as spaces; None without `label_key`.
@@ -38,7 +41,8 @@ class TfdsSource:
           split: as tfds writes it: "train", "test[:10%]", "train+test".
           data_dir: where a named dataset is; None = `$TFDS_DATA_DIR`, or `~/tensorflow_datasets`.
           image_key: the image feature.
-          text_key: the text feature that is the caption. None = captions from the label.
+          text_key: the text feature that is the caption, or the sequence of all captions; "captions/text" is `text`
+            within `captions`. None = captions from the label.
           label_key: the ClassLabel feature that is `Example.label`; tfds's -1 is no label.
           prompt: the caption of a label, with `{}` where the name goes; unused with `text_key`.
 
@@ -56,18 +60,25 @@ class TfdsSource:
         what = f"tfds dataset {name_or_dir}"
         features = dict(sorted(builder.info.features.items()))
 
-        def pick(setting: str, key: str, kind: str, fits: list[str]) -> str:
+        def pick(setting: str, key: str, kind: str, fits: Collection[str]) -> str:
             if key not in fits:
-                raise ValueError(f"{what} has no {kind} feature {key!r}: set {setting} to one of {fits}")
+                raise ValueError(f"{what} has no {kind} feature {key!r}: set {setting} to one of {list(fits)}")
             return key
 
-        texts = [k for k, f in features.items() if f.shape == () and f.np_dtype == np.object_]
+        texts = {
+            "/".join(path): path
+            for k, f in features.items()
+            if not isinstance(f, tfds.features.Dataset)  # is read as an iterator
+            for path in _text_paths(f.shape, f.np_dtype, (k,))
+        }
         labels = [k for k, f in features.items() if isinstance(f, tfds.features.ClassLabel)]
         images = [k for k, f in features.items() if isinstance(f, tfds.features.Image)]
         if text_key is None and label_key is None:
-            raise ValueError(f"{what} needs captions: set text_key to one of {texts} or label_key to one of {labels}")
+            raise ValueError(
+                f"{what} needs captions: set text_key to one of {list(texts)} or label_key to one of {labels}"
+            )
         self._image_key = pick("image_key", image_key, "image", images)
-        self._text_key = None if text_key is None else pick("text_key", text_key, "text", texts)
+        self._text_path = None if text_key is None else texts[pick("text_key", text_key, "text", texts)]
         self._label_key = None if label_key is None else pick("label_key", label_key, "class label", labels)
         if text_key is None and "{}" not in prompt:
             raise ValueError(
@@ -92,19 +103,36 @@ class TfdsSource:
         return len(self._records)
 
     def __getitem__(self, index: int) -> Example:
-        """Reads one example; its key is `split/index`."""
+        """Reads one example; its key is `split/index`. Raises `BadExample`: `caption:missing` for an empty sequence."""
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         record = self._records[index]
         label = None if self._label_key is None else int(record[self._label_key])
         if label == -1:
             label = None
-        caption: bytes | str | None = None
-        if self._text_key is not None:
-            caption = record[self._text_key]
-        elif label is not None and self.label_names is not None:
-            caption = self._prompt.replace("{}", self.label_names[label])
-        return Example(key=f"{self._split}/{index}", image=record[self._image_key], caption=caption, label=label)
+        key = f"{self._split}/{index}"
+        captions = self._captions(record, label)
+        if not captions and self._text_path is not None:
+            raise BadExample("caption:missing", f"{key}: the sequence of captions is empty")
+        caption, *others = captions or [None]
+        return Example(key, record[self._image_key], caption, label, tuple(others))
+
+    def _captions(self, record: dict[str, Any], label: int | None) -> list[Any]:
+        if self._text_path is not None:
+            texts: Any = functools.reduce(operator.getitem, self._text_path, record)
+            return [texts] if isinstance(texts, bytes | str) else list(texts)
+        if label is None or self.label_names is None:
+            return []
+        return [self._prompt.replace("{}", self.label_names[label])]
+
+
+def _text_paths(shape: Any, dtype: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Where a feature holds a text or a sequence of texts; a feature of several parts has a dict of shapes."""
+    if isinstance(shape, dict):
+        for name in shape:
+            yield from _text_paths(shape[name], dtype[name], (*path, name))
+    elif dtype == np.object_ and len(shape) <= 1:
+        yield path
 
 
 def _open(name_or_dir: str, data_dir: str | None) -> Any:

@@ -86,6 +86,46 @@ def test_reads_what_img2dataset_writes(source):
     assert [ours[i] for i in range(2)] == [Example(f"s/{key}", JPEG, caption + "!", 7) for key, caption in rows]
 
 
+def captions(example):
+    return [example.caption, *example.other_captions]
+
+
+def test_each_line_of_a_text_is_a_caption(source):
+    # CLIP_benchmark's retrieval tars; the blank line has a space that only UTF-8 knows
+    text = " caf\u00e9\r\n\n  \n\u3000\na dog\n".encode()
+    members = [("1.webp", JPEG), ("1.txt", text), ("2.jpg", JPEG), ("2.txt", b"one"), ("3.jpg", JPEG)]
+    ours = source([*members, ("3.txt", b" \n\n"), ("4.jpg", JPEG)], caption="txt:lines")
+    assert captions(ours[0]) == [" caf\u00e9".encode(), b"a dog"]
+    assert captions(ours[1]) == [b"one"]
+    assert [reason(ours, 2), reason(ours, 3)] == ["caption:empty", "caption:missing"]
+    assert captions(source(members)[0]) == [text]
+
+
+def test_json_lists_are_captions(source):
+    texts = [["a cat", "two"], ["one"], "alone", [], [1], ["a", None], [["a"]], {"a": "b"}]
+    members = [(f"{i}.jpg", JPEG) for i in range(len(texts))]
+    members += [(f"{i}.json", json.dumps({"texts": text}).encode()) for i, text in enumerate(texts)]
+    ours = source(members, caption="json:texts")
+    assert [captions(ours[i]) for i in range(3)] == [["a cat", "two"], ["one"], ["alone"]]
+    assert ours[1].other_captions == ()
+    assert [reason(ours, i) for i in range(3, 8)] == ["caption:missing"] + ["caption:not_text"] * 4
+
+
+def test_without_captions_an_image_is_enough(source):
+    members = [("1.webp", JPEG), ("1.cls", b"3"), ("2.jpg", JPEG), ("2.txt", b"unread"), ("3.txt", b"no image")]
+    ours = source([*members, ("4.cls", b"1"), ("5.json", b"{}")], caption=None)
+    assert [ours[i] for i in range(len(ours))] == [Example("s/1", JPEG, None), Example("s/2", JPEG, None)]
+
+
+def test_without_captions_labels_can_be_needed(source):
+    members = [("1.png", JPEG), ("1.cls", b"3"), ("2.jpg", JPEG), ("3.cls", b"1"), ("4.json", b"{}")]
+    ours = source(members, caption=None, label="cls")
+    assert ours[0] == Example("s/1", JPEG, None, 3)
+    assert len(ours) == 3 and [reason(ours, 1), reason(ours, 2)] == ["label:missing", "image:missing"]
+    members = [("1.png", JPEG), ("1.json", b'{"class": 5}')]
+    assert source(members, caption=None, label="json:class")[0] == Example("s/1", JPEG, None, 5)
+
+
 def test_members_are_grouped_by_the_path_to_the_first_dot(source):
     ours = source(
         [
@@ -314,6 +354,13 @@ def test_a_tar_without_a_sample(tmp_path, members, words):
     assert f"{tar} holds no sample with an image and .txt" in message and words in message
 
 
+def test_a_tar_without_an_image(tmp_path):
+    tar = make_tar(tmp_path / "s.tar", [("1.txt", b"a"), ("1.cls", b"1")])
+    assert "holds no sample with an image; its members are 0 image" in refusal(ValueError, tmp_path, tar, caption=None)
+    message = refusal(ValueError, tmp_path, tar, caption=None, label="cls")
+    assert "holds no sample with an image and .cls" in message
+
+
 def test_a_tar_without_a_label(tmp_path):
     tar = make_tar(tmp_path / "s.tar", samples("1"))
     assert "an image and .txt and .cls" in refusal(ValueError, tmp_path, tar, label="cls")
@@ -332,9 +379,16 @@ def test_a_compressed_tar(tmp_path):
     assert f"{packed} is compressed with gzip: unpack it" in refusal(ValueError, tmp_path, str(packed))
 
 
-@pytest.mark.parametrize("options", [{"caption": "text"}, {"caption": "json:"}, {"caption": "cls"}, {"label": "txt"}])
-def test_malformed_places(tmp_path, options):
-    assert "or 'json:FIELD'" in refusal(ValueError, tmp_path, "any.tar", **options)
+@pytest.mark.parametrize("place", ["text", "json:", "cls", "txt:", "txt:line", "lines", ""])
+def test_malformed_captions(tmp_path, place):
+    message = refusal(ValueError, tmp_path, "any.tar", caption=place)
+    assert message == f"caption is {place!r}: give 'txt', 'txt:lines' or 'json:FIELD'"
+
+
+@pytest.mark.parametrize("place", ["txt", "cls:lines", "txt:lines", "json"])
+def test_malformed_labels(tmp_path, place):
+    message = refusal(ValueError, tmp_path, "any.tar", label=place)
+    assert message == f"label is {place!r}: give 'cls' or 'json:FIELD'"
 
 
 # ---- the rest of what a source promises ----

@@ -2,18 +2,21 @@ import io
 import json
 import pickle
 import random
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 from PIL import Image
 
-from disco_jax.data.examples import Example
+from disco_jax.data.examples import BadExample, Example
 from disco_jax.data.tfds_source import TfdsSource
 
 N_TRAIN, N_TEST = 40, 5
+TEXT_KEYS = re.escape("['captions/text', 'lines', 'text', 'titles/en']")
 
 
 def png(red: int) -> bytes:
@@ -28,7 +31,15 @@ def stored(i: int) -> dict:
         "mask": io.BytesIO(b"no image at all"),
         "text": f"caf\u00e9 {i}",
         "label": -1 if i == 3 else i % 2,
+        "captions": [{"id": i, "text": text} for text in texts(i)],
+        "lines": texts(i)[1:],
+        "objects": [{"names": ["a", "b"]}],
+        "titles": {"en": f"title {i}"},
     }
+
+
+def texts(i: int) -> list[str]:
+    return [f"caf\u00e9 {i}, {k}" for k in range(i % 4)]
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +54,10 @@ def data_dir(tmp_path_factory) -> Path:
             "mask": tfds.features.Image(shape=(None, None, 1)),
             "text": tfds.features.Text(),
             "label": tfds.features.ClassLabel(names=["red_circle", "blue_square"]),
+            "captions": tfds.features.Sequence({"id": np.int64, "text": tfds.features.Text()}),  # as coco_captions
+            "lines": tfds.features.Sequence(tfds.features.Text()),
+            "objects": tfds.features.Sequence({"names": tfds.features.Tensor(shape=(2,), dtype=np.str_)}),
+            "titles": {"en": tfds.features.Text()},
         }
     )
     identity = tfds.core.DatasetIdentity(
@@ -76,6 +91,24 @@ def test_text_captions(version):
         assert source[i] == Example(f"train/{i}", png(i), f"caf\u00e9 {i}".encode(), label)
     assert source.label_names == ("red circle", "blue square")
     assert "tensorflow" not in sys.modules
+
+
+@pytest.mark.parametrize(("text_key", "first"), [("captions/text", 0), ("lines", 1)])
+def test_several_captions(version, text_key, first):
+    source = pickle.loads(pickle.dumps(TfdsSource(version, "train", text_key=text_key, label_key="label")))
+    for i in range(N_TRAIN):
+        expected = [text.encode() for text in texts(i)[first:]]
+        if expected:
+            assert [source[i].caption, *source[i].other_captions] == expected
+        else:
+            with pytest.raises(BadExample, match=rf"train/{i}: the sequence of captions is empty") as error:
+                source[i]
+            assert error.value.reason == "caption:missing"
+
+
+def test_a_text_within_another_feature(version):
+    source = TfdsSource(version, "train", text_key="titles/en")
+    assert source[7] == Example("train/7", png(7), b"title 7")
 
 
 def test_without_label_key_there_is_no_label(version):
@@ -127,8 +160,11 @@ def test_threads_and_pickling(version):
         ("train[", {"text_key": "text"}, r"no split 'train\['"),
         ("train[:1%]", {"text_key": "text"}, "has no examples"),
         ("train[5:2]", {"text_key": "text"}, "has no examples"),
-        ("train", {}, r"set text_key to one of \['text'\] or label_key to one of \['label'\]"),
-        ("train", {"text_key": "caption"}, r"no text feature 'caption': set text_key to one of \['text'\]"),
+        ("train", {}, rf"set text_key to one of {TEXT_KEYS} or label_key to one of \['label'\]"),
+        ("train", {"text_key": "caption"}, rf"no text feature 'caption': set text_key to one of {TEXT_KEYS}$"),
+        ("train", {"text_key": "captions"}, r"no text feature 'captions'"),
+        ("train", {"text_key": "captions/id"}, r"no text feature 'captions/id'"),
+        ("train", {"text_key": "objects/names"}, r"no text feature 'objects/names'"),
         ("train", {"text_key": "label"}, r"no text feature 'label'"),
         ("train", {"label_key": "text"}, r"no class label feature 'text': set label_key to one of \['label'\]"),
         ("train", {"image_key": "photo", "text_key": "text"}, r"set image_key to one of \['image', 'mask'\]"),

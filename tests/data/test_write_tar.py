@@ -35,6 +35,16 @@ def test_written_shards_come_back(tmp_path):
     ]
 
 
+def test_several_captions_come_back(tmp_path):
+    examples = [Example("1", JPEG, "caf\u00e9", None, (b"two", "three")), Example("2", JPEG, "alone")]
+    write_tar(tmp_path / "s.tar", examples)
+    ours = TarSource(str(tmp_path / "s.tar"), caption="txt:lines", cache_dir=tmp_path)
+    assert (ours[0].caption, ours[0].other_captions) == ("caf\u00e9".encode(), (b"two", b"three"))
+    assert (ours[1].caption, ours[1].other_captions) == (b"alone", ())
+    with pytest.raises(ValueError, match="a caption of '1' has line breaks"):
+        write_tar(tmp_path / "t.tar", [Example("1", JPEG, "a", None, ("b\nc",))])
+
+
 def test_optional_members_are_left_out(tmp_path):
     write_tar(tmp_path / "s.tar", [Example("1", JPEG, b"a"), Example("2", JPEG, None)])
     with tarfile.open(tmp_path / "s.tar") as tar:
