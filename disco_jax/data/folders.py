@@ -33,11 +33,14 @@ class FolderSource:
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: it is a file, it holds no folder, a class folder holds no image, or a link leads in a circle.
+        ValueError: no folder is given, it is a file or holds no folders, a class folder holds no image, or a link leads
+            in a circle.
         OSError: a folder cannot be read.
     """
 
     def __init__(self, root: str | os.PathLike[str]):
+        if not os.fspath(root):
+            raise ValueError("no image folder is given: name the one that holds a folder of images for each class")
         self._root = Path(root).expanduser().absolute()
         classes = _class_folders(self._root)
         self.label_names: tuple[str, ...] = tuple(name.replace("_", " ") for name in classes)
@@ -46,7 +49,7 @@ class FolderSource:
         logged = time.monotonic()
         with tqdm(total=len(classes), desc="class folders read", leave=False, disable=None) as bar:
             for name in classes:
-                images = [os.fsencode(os.path.relpath(path, self._root)) for path in _images(self._root / name)]
+                images = [os.fsencode(path) for path in _images(self._root, name)]
                 if not images:
                     raise ValueError(
                         f"{self._root / name} holds no image, and each folder of {self._root} is a class: remove it or "
@@ -92,14 +95,14 @@ def _class_folders(root: Path) -> list[str]:
     return names
 
 
-def _images(folder: Path) -> Iterator[str]:
-    """The paths of all images, in the order of their folders' paths, then of their names."""
+def _images(root: Path, name: str) -> Iterator[str]:
+    """The paths below the root of a class's images, in the order of their folders' paths, then of their names."""
 
     def fail(error: OSError) -> None:
         raise error
 
     found: list[tuple[str, list[str]]] = []
-    for path, folders, files in os.walk(folder, followlinks=True, onerror=fail):
+    for path, folders, files in os.walk(root / name, followlinks=True, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
         here = os.path.realpath(path)
         for name in folders:
@@ -107,6 +110,6 @@ def _images(folder: Path) -> Iterator[str]:
             if os.path.islink(link) and Path(here).is_relative_to(os.path.realpath(link)):
                 raise ValueError(f"{link} leads in a circle, to a folder that it lies in: remove the link")
         names = (name for name in files if name.lower().endswith(_SUFFIXES) and not name.startswith("."))
-        found.append((path, sorted(names)))
+        found.append((os.path.relpath(path, root), sorted(names)))
     for path, images in sorted(found):
-        yield from (os.path.join(path, name) for name in images)
+        yield from (os.path.join(path, image) for image in images)

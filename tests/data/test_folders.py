@@ -100,6 +100,7 @@ def refusal(error, root):
 
 
 def test_no_image_folder(tmp_path):
+    assert "no image folder is given" in refusal(ValueError, "")
     assert f"{tmp_path / 'no'} does not exist" in refusal(FileNotFoundError, tmp_path / "no")
     make(tmp_path, "1.jpg")
     assert f"{tmp_path / '1.jpg'} is a file" in refusal(ValueError, tmp_path / "1.jpg")
