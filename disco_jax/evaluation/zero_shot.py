@@ -3,9 +3,11 @@
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float32, Int
 
-from disco_jax.evaluation.retrieval import check_ids, normalized, recall_at
+from disco_jax.evaluation.ranks import normalized, ranks
+from disco_jax.evaluation.retrieval import check_ids
 
 
 def class_embeddings(
@@ -50,15 +52,32 @@ def zero_shot_metrics(
     image_features: Float32[np.ndarray, "n D"],
     labels: Int[np.ndarray, " n"],
     class_features: Float32[np.ndarray, "C D"],
+    *,
+    mesh: Mesh | None = None,
 ) -> dict[str, float]:
-    """Share of images whose class is the best (`top1`) or among the five best (`top5`, where C > 5), from 0 to 1.
+    """Accuracies of naming the class of each image, from 0 to 1.
 
     Equal scores count as in `retrieval_metrics`: with all features equal, top1 is 1/C.
 
+    Args:
+        image_features: one row an image.
+        labels: the row of each image's class.
+        class_features: one row a class, as `class_embeddings` gives them.
+        mesh: as `retrieval_metrics` has it; the classes are divided over its devices.
+
+    Returns:
+        `top1` and, where C > 5, `top5`: the share of images whose class is the best or among the five best; and
+        `mean_per_class_recall`: the mean of each class's own top1, over the classes that occur.
+
     Raises:
-        ValueError: no images, a label outside 0..C-1, features that are not finite.
+        ValueError: no images, a label outside 0..C-1, features that are not finite or of unequal width.
     """
     check_ids("labels", labels, len(class_features))
-    ks = (1, 5) if len(class_features) > 5 else (1,)
-    recall = recall_at(ks, image_features, labels, class_features, np.arange(len(class_features)))
-    return {f"top{k}": value for k, value in recall.items()}
+    found = ranks(image_features, labels, class_features, np.arange(len(class_features)), mesh=mesh)
+    hits = found.hit_probability(1)
+    metrics = {"top1": float(hits.mean())}
+    if len(class_features) > 5:
+        metrics["top5"] = float(found.hit_probability(5).mean())
+    images = np.bincount(labels)
+    recalls = np.bincount(labels, weights=hits)[images > 0] / images[images > 0]
+    return metrics | {"mean_per_class_recall": float(recalls.mean())}

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from disco_jax.evaluation.zero_shot import class_embeddings, zero_shot_metrics
+from disco_jax.mesh import make_mesh
 
 NAMES = ["red circle", "blue square", "green {x} star"]
 TEMPLATES = ["a photo of a {}.", "{}", "a {} and {{}}"]
@@ -59,21 +60,37 @@ def test_metrics_equal_a_count_by_hand():
     labels = rng.integers(0, 11, 307)
     images = (classes[labels] + 1.5 * rng.normal(size=(307, 8))).astype(np.float32)
     order = np.argsort(-(images @ (classes / np.linalg.norm(classes, axis=1, keepdims=True)).T), axis=1)
+    right = order[:, 0] == labels
     metrics = zero_shot_metrics(images, labels, classes)
     assert metrics == pytest.approx(
-        {k: (order[:, :n] == labels[:, None]).any(axis=1).mean() for k, n in (("top1", 1), ("top5", 5))}
+        {
+            "top1": right.mean(),
+            "top5": (order[:, :5] == labels[:, None]).any(axis=1).mean(),
+            "mean_per_class_recall": np.mean([right[labels == c].mean() for c in range(11)]),
+        }
     )
     assert 0.2 < metrics["top1"] < metrics["top5"] < 1.0
+    for devices in (1, 2):  # the default is all 8
+        assert zero_shot_metrics(images, labels, classes, mesh=make_mesh([("x", devices)])) == metrics
+
+
+def test_classes_count_equally_in_mean_per_class_recall_and_absent_ones_not_at_all():
+    classes = np.eye(4, dtype=np.float32)
+    named = np.array([0, 0, 0, 1, 1, 3])
+    metrics = zero_shot_metrics(classes[named], np.array([0, 0, 0, 0, 1, 1]), classes)
+    assert metrics == {"top1": 4 / 6, "mean_per_class_recall": (3 / 4 + 1 / 2) / 2}
 
 
 def test_top5_needs_more_than_five_classes():
-    assert set(zero_shot_metrics(np.eye(5, dtype=np.float32), np.arange(5), np.eye(5, dtype=np.float32))) == {"top1"}
+    for classes in (5, 6):
+        eye = np.eye(classes, dtype=np.float32)
+        assert ("top5" in zero_shot_metrics(eye, np.arange(classes), eye)) == (classes == 6)
 
 
 def test_collapsed_model_scores_chance():
     same = np.full((1, 5), 0.3, np.float32)
     metrics = zero_shot_metrics(np.repeat(same, 20, 0), np.zeros(20, np.int64), np.repeat(same, 10, 0))
-    assert metrics == pytest.approx({"top1": 1 / 10, "top5": 5 / 10})
+    assert metrics == pytest.approx({"top1": 1 / 10, "top5": 5 / 10, "mean_per_class_recall": 1 / 10})
 
 
 @pytest.mark.parametrize(

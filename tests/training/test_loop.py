@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -64,9 +65,14 @@ def test_a_run_writes_its_files_and_the_same_command_goes_on(config, tmp_path):
     metrics = train(config, tmp_path)
 
     assert set(metrics) == {
-        *(f"eval/{way}/R@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)),
+        *(
+            f"eval/{way}/{name}"
+            for way in ("image_to_text", "text_to_image")
+            for name in ("R@1", "R@5", "R@10", "median_rank")
+        ),
         "eval/zero_shot/top1",
         "eval/zero_shot/top5",
+        "eval/zero_shot/mean_per_class_recall",
     }
     history = read_history(tmp_path)
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
@@ -309,12 +315,14 @@ def test_a_run_goes_on_under_other_shardings_and_on_other_devices(config, tmp_pa
 def test_the_average_is_evaluated_when_asked(config, tmp_path, monkeypatch, ema):
     config.update(ema_decay=0.999)
     config.eval.update(train_examples=200, ema=ema)
-    setup, seen = prepare(config, tmp_path), []
-    features = SimpleNamespace(images=np.ones(1), texts=np.ones(1))
-    monkeypatch.setattr(Evaluator, "features", lambda self, params, *_: seen.append(params) or features)
-    monkeypatch.setattr(Evaluator, "metrics", lambda self, params, _: seen.append(params) or {})
+    config.data.eval = "held_out"
+    setup, seen = replace(prepare(config, tmp_path), eval_source=None), []
+    features = SimpleNamespace(labelled=np.ones(1, bool))
+    monkeypatch.setattr(Evaluator, "features", lambda self, params, *_, **__: seen.append(params) or features)
+    monkeypatch.setattr(Evaluator, "retrieval", lambda self, _: {})
+    monkeypatch.setattr(Evaluator, "zero_shot", lambda self, params, *_: seen.append(params) or {})
     state = TrainState(np.int32(3), {"text": 1, "visual": 2, "logit_scale": 3}, None, {"text": 4, "logit_scale": 5})
-    inspect.unwrap(loop.evaluate)(setup, state)
+    inspect.unwrap(loop.evaluate)(setup, state, True, ())
     assert seen == 2 * [{"text": 4, "visual": 2, "logit_scale": 5} if ema else state.params]
 
 
