@@ -85,13 +85,18 @@ def model_of_shapes(
     vision_heads: int | None,
     text_heads: int | None,
     openai: bool,
+    like: CLIPConfig | None,
 ) -> tuple[CLIPConfig, list[str]]:
     """The sizes of the model with these tensors, and lines on what they leave open.
 
-    Heads that are not given are those of the preset with the same sizes, else of 64 dimensions; the activation is
-    QuickGELU for OpenAI's files, else GELU. Raises ValueError where the tensors are no ViT CLIP's.
+    Heads that are not given are those of `like` or a preset with such towers, else of 64 dimensions; the activation is
+    QuickGELU for OpenAI's files, else that of `like`, or GELU. Raises ValueError for tensors of another model.
     """
     notes = []
+
+    def note(what: str, value: Any, why: str) -> Any:
+        notes.append(f"{what.replace('-', ' ')}: {value}, {why}; the file does not say (--{what} sets another)")
+        return value
 
     def shape(name: str, dims: int) -> tuple[int, ...]:
         if name not in tensors or tensors[name].ndim != dims:
@@ -121,34 +126,29 @@ def model_of_shapes(
         "vocab_size": vocab_size,
     }
     embed_dim = shape("visual.proj", 2)[1]
-    same = next(
-        (
-            (name, preset)
-            for name, preset in PRESETS.items()
-            if preset.embed_dim == embed_dim
-            and vars(preset.vision).items() >= vision.items()
-            and vars(preset.text).items() >= text.items()
-        ),
-        None,
-    )
-    heads: dict[str, int] = {}
-    for tower, given, tower_width in (("vision", vision_heads, width), ("text", text_heads, text_width)):
+    models = ({"config.model": like} if like else {}) | dict(PRESETS)
+
+    def heads(tower: str, given: int | None, sizes: dict[str, int]) -> int:
         if given is not None:
-            heads[tower] = given
-            continue
-        heads[tower] = getattr(same[1], tower).heads if same else max(1, tower_width // _HEAD_WIDTH)
-        why = f"as {same[0]} has" if same else f"of {_HEAD_WIDTH} dimensions each"
-        notes.append(f"{tower} heads: {heads[tower]}, {why}; the file does not say (--{tower}-heads sets another)")
-    if activation is None:
-        activation = "quickgelu" if openai else "gelu"
-        why = "as OpenAI's files have" if openai else "open_clip's default"
-        notes.append(f"activation: {activation}, {why}; the file does not say (--activation sets another)")
+            return given
+        for name, model in models.items():
+            known = getattr(model, tower)
+            if all(getattr(known, size) == sizes[size] for size in ("width", "layers", "mlp_width")):
+                return int(note(f"{tower}-heads", known.heads, f"as {name} has"))
+        return int(note(f"{tower}-heads", max(1, sizes["width"] // _HEAD_WIDTH), f"of {_HEAD_WIDTH} dimensions each"))
+
+    if activation is None and openai:
+        activation = note("activation", "quickgelu", "as OpenAI's models have")
+    elif activation is None:
+        activation = note(
+            "activation", *((like.activation, "as config.model has") if like else ("gelu", "open_clip's default"))
+        )
     model = CLIPConfig(
         embed_dim,
-        VisionConfig(**vision, heads=heads["vision"]),
-        TextConfig(**text, heads=heads["text"], eot_id=vocab_size - 1),
+        VisionConfig(**vision, heads=heads("vision", vision_heads, vision)),
+        TextConfig(**text, heads=heads("text", text_heads, text), eot_id=vocab_size - 1),
         activation,
-        init_logit_bias=float(tensors["logit_bias"]) if "logit_bias" in tensors else None,
+        init_logit_bias=float(bias.sum()) if (bias := tensors.get("logit_bias")) is not None else None,
     )
     return model, notes
 

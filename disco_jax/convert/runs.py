@@ -11,6 +11,7 @@ from orbax.checkpoint import v1 as ocp
 from disco_jax.convert.layout import abstract_params, flatten
 from disco_jax.convert.weights import Weights
 from disco_jax.data.tokenizer import load_tokenizer
+from disco_jax.training.checkpoints import steps_in
 from disco_jax.training.config import default_config, model_config
 from disco_jax.training.setup import CONFIG_FILE
 
@@ -49,7 +50,12 @@ def read_run(path: Path, *, ema: bool) -> Weights:
     tokenizer = load_tokenizer(run["data"]["tokenizer"])
     model = model_config(config, tokenizer.vocab_size, tokenizer.eot_id)
 
-    folder = path if path != workdir else _last_step(workdir / CHECKPOINTS)
+    folder = path
+    if path == workdir:
+        steps = steps_in(workdir / CHECKPOINTS)
+        if not steps:
+            raise FileNotFoundError(f"{workdir} holds no checkpoint yet: wait for the run's first one")
+        folder = workdir / CHECKPOINTS / str(steps[-1])
     state = _read_state(folder, ema)
     params = {**state["params"], **(state["ema"] if ema else {})}
     found = {name: leaf.shape for name, leaf in flatten(params).items()}
@@ -60,28 +66,20 @@ def read_run(path: Path, *, ema: bool) -> Weights:
     return Weights(model, params, str(path), run["data"]["tokenizer"], int(state["step"]), ema)
 
 
-def _last_step(checkpoints: Path) -> Path:
-    steps = [folder for folder in checkpoints.iterdir() if folder.name.isdecimal()]
-    if not steps:
-        raise FileNotFoundError(f"{checkpoints} holds no checkpoint yet: wait for the run's first one")
-    return max(steps, key=lambda folder: int(folder.name))
-
-
 def _read_state(folder: Path, ema: bool) -> dict[str, Any]:
     """The step, the parameters and, if asked for, their averages, as numpy arrays; the optimizer's state stays away."""
+    names = ("step", "params", "ema") if ema else ("step", "params")
     try:
         shapes = ocp.checkpointables_metadata(folder).metadata["state"]
-        if ema and not shapes["ema"]:
-            raise LookupError
-        names = ("step", "params", "ema") if ema else ("step", "params")
+        kept = bool(shapes["ema"])
         wanted = {name: jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes[name]) for name in names}
         context = ocp.Context()
         context.pytree.loading.partial_load = True
         with context:
             state: dict[str, Any] = ocp.load_checkpointables(folder, {"state": wanted})["state"]
-    except LookupError:
-        raise ValueError(f"{folder} keeps no running averages: leave --ema, or train with config.ema_decay") from None
     except Exception as error:  # of many kinds, many lines long
         found = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"{folder} is no checkpoint of a run, or is damaged ({found[:200]})") from error
+    if ema and not kept:
+        raise ValueError(f"{folder} keeps no running averages: leave --ema, or train with config.ema_decay")
     return state

@@ -7,6 +7,7 @@ from disco_jax.convert import hugging_face, open_clip
 from disco_jax.convert.runs import is_run, read_run
 from disco_jax.convert.tensors import PICKLED, SAFETENSORS, read_tensors
 from disco_jax.convert.weights import MODEL_FILE, Weights, read_weights
+from disco_jax.models import CLIPConfig
 
 OPEN_CLIP_CONFIG = "open_clip_config.json"
 _OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
@@ -19,6 +20,7 @@ def load(
     activation: str | None = None,
     vision_heads: int | None = None,
     text_heads: int | None = None,
+    like: CLIPConfig | None = None,
 ) -> Weights:
     """Reads the weights of a ViT CLIP.
 
@@ -35,6 +37,7 @@ def load(
             GELU.
         vision_heads, text_heads: of a file without a config; by default those of the preset with the same sizes, else
             heads of 64 dimensions.
+        like: the model whose heads and activation are taken, instead of these defaults, for what a file does not say.
 
     Returns:
         the weights, whose `notes` say what was taken for granted.
@@ -83,7 +86,13 @@ def load(
         model, notes = open_clip.model_of_config(config), [f"sizes, heads and activation: as {config} says"]
     else:
         model, notes = open_clip.model_of_shapes(
-            tensors, path, openai=openai, activation=activation, vision_heads=vision_heads, text_heads=text_heads
+            tensors,
+            path,
+            openai=openai,
+            like=like,
+            activation=activation,
+            vision_heads=vision_heads,
+            text_heads=text_heads,
         )
     return Weights(model, open_clip.LAYOUT.from_tensors(tensors, model, path), str(source), notes=tuple(notes))
 
