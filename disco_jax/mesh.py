@@ -2,10 +2,12 @@
 
 import hashlib
 import itertools
+import json
 import math
 import os
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -202,3 +204,16 @@ def any_process(flag: bool) -> bool:
         return flag
     with jax.transfer_guard("allow"):  # one flag; the training loop forbids transfers
         return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
+
+
+def gather_json(value: Any) -> list[Any]:
+    """What every process gives, in their order: anything that JSON can say. All processes must call it, as above."""
+    if not jax.distributed.is_initialized():
+        return [value]
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    with jax.transfer_guard("allow"):
+        sizes = np.reshape(multihost_utils.process_allgather(np.asarray(len(data), np.int32)), -1)
+        padded = np.zeros(sizes.max(), np.uint8)
+        padded[: len(data)] = data
+        texts = np.reshape(multihost_utils.process_allgather(padded), (len(sizes), -1))
+    return [json.loads(text[:size].tobytes()) for text, size in zip(texts, sizes, strict=True)]

@@ -21,6 +21,9 @@ from disco_jax.data.examples import BadExample, Example, ExampleSource
 from disco_jax.data.images import decode_image, eval_transform, train_transform
 from disco_jax.data.tokenizer import Tokenizer
 
+NO_LABEL = -1
+"""Instead of a class index in arrays."""
+
 
 class Batch(NamedTuple):
     """Training examples of this process.
@@ -36,14 +39,15 @@ class Batch(NamedTuple):
 class EvalBatch(NamedTuple):
     """Consecutive examples for evaluation, padded to the batch size; every process holds its own rows.
 
-    images: uint8 [b, H, W, 3]; tokens: int32 [b, L]; labels: int32 [b], -1 where there is none; valid: bool [b], False
-    for padding and for bad examples.
+    images: uint8 [b, H, W, 3]; labels: int32 [b], -1 where there is none; indices: int64 [b], places in the source, -1
+    for padding and for bad examples; keys: the examples' names, [b] strings; captions: [b] tuples of clean strings.
     """
 
     images: np.ndarray
-    tokens: np.ndarray
     labels: np.ndarray
-    valid: np.ndarray
+    indices: np.ndarray
+    keys: np.ndarray
+    captions: np.ndarray
 
 
 class TooManyBadExamples(ValueError):
@@ -54,13 +58,14 @@ class DropCounter:
     """Counts the examples read and those dropped, by reason; logs the first of each reason.
 
     Raises `TooManyBadExamples` from `drop` when more than `limit` of all examples read were dropped, looked at after
-    `grace` examples.
+    `grace` examples. Bad captions of examples that are kept for their others are counted apart.
     """
 
     def __init__(self, limit: float = 0.01, grace: int = 1000):
         self.limit, self.grace = limit, grace
         self.read = 0
         self.dropped: Counter[str] = Counter()
+        self.captions: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def keep(self) -> None:
@@ -80,10 +85,21 @@ class DropCounter:
                 raise TooManyBadExamples(f"{self}, over the limit of {self.limit:.2%}: mend the data or raise "
                                          "config.data.max_dropped")  # fmt: skip
 
+    def drop_caption(self, key: str, error: BadExample) -> None:
+        """Counts a bad caption of an example that has good ones."""
+        with self._lock:
+            self.captions[error.reason] += 1
+            if self.captions[error.reason] == 1:
+                logging.warning("Dropped a caption of %s (%s): %s", key, error.reason, error)
+
     def __str__(self) -> str:
-        most_first = sorted(self.dropped.items(), key=lambda item: (-item[1], item[0]))
-        reasons = ", ".join(f"{count} {reason}" for reason, count in most_first)
-        return f"dropped {self.dropped.total()} of {self.read} examples" + (f" ({reasons})" if reasons else "")
+        text = f"dropped {self.dropped.total()} of {self.read} examples{_reasons(self.dropped)}"
+        return text + (f", {self.captions.total()} captions{_reasons(self.captions)}" if self.captions else "")
+
+
+def _reasons(counts: Counter[str]) -> str:
+    most_first = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return f" ({', '.join(f'{count} {reason}' for reason, count in most_first)})" if counts else ""
 
 
 class Preprocessor:
@@ -211,39 +227,69 @@ def eval_batches(
     drops: DropCounter,
     *,
     batch_size: int,
+    first: int = 0,
     size: int | None = None,
+    captions: int | None = None,
     threads: int = 16,
 ) -> Generator[EvalBatch]:
-    """One pass over the first `size` examples (default: all) in order, in batches of the global `batch_size`.
+    """One pass over `size` examples from `first` on (default: all) in order, in batches of the global `batch_size`.
 
-    Bad examples are counted in `drops` and marked as not valid. Global row r of batch k is example k * batch_size + r;
-    process p holds the p-th run of batch_size / processes rows.
+    Of each example the first `captions` good captions are given (default: all); it needs one, unless `captions` is 0.
+    Bad examples are counted in `drops` and get the index -1. Global row r of batch k is example
+    first + k * batch_size + r; process p holds the p-th run of batch_size / processes rows.
     """
-    size = len(source) if size is None else min(size, len(source))
+    size = len(source) - first if size is None else min(size, len(source) - first)
     local = batch_size // jax.process_count()
     blank = EvalBatch(
         np.zeros((preprocessor.image_size, preprocessor.image_size, 3), np.uint8),
-        np.zeros(preprocessor.context_length, np.int32),
-        np.asarray(-1, np.int32),
-        np.asarray(False),
+        np.asarray(NO_LABEL, np.int32),
+        np.asarray(-1, np.int64),
+        np.asarray("", object),
+        _cell(()),
     )
 
     def prepare(row: int) -> EvalBatch:
         batch, row = divmod(row, local)
-        index = batch * batch_size + jax.process_index() * local + row
-        if index >= size:
+        row += batch * batch_size + jax.process_index() * local
+        if row >= size:
             return blank
+        index = first + row
         key = f"example {index}"
         try:
             example = source[index]
             key = example.key
-            tokens, image = preprocessor.tokens(example), preprocessor.eval_image(example)
+            texts = () if captions == 0 else _good_captions(example, drops)[:captions]
+            image = preprocessor.eval_image(example)
         except BadExample as error:
             drops.drop(key, error)
             return blank
         drops.keep()
-        label = -1 if example.label is None else example.label
-        return EvalBatch(image, tokens, np.asarray(label, np.int32), np.asarray(True))
+        label = NO_LABEL if example.label is None else example.label
+        return EvalBatch(
+            image, np.asarray(label, np.int32), np.asarray(index, np.int64), np.asarray(key, object), _cell(texts)
+        )
 
     rows = -(-size // batch_size) * local
     yield from _batched(grain.MapDataset.source(range(rows)).map(prepare), local, threads)
+
+
+def _good_captions(example: Example, drops: DropCounter) -> tuple[str, ...]:
+    """The captions as text, at least one; raises the `BadExample` of the first where all are bad."""
+    texts, errors = [], []
+    for raw in (example.caption, *example.other_captions):
+        try:
+            texts.append(clean_caption(raw))
+        except BadExample as found:
+            errors.append(found)
+    if not texts:
+        raise errors[0]
+    for error in errors:
+        drops.drop_caption(example.key, error)
+    return tuple(texts)
+
+
+def _cell(value: Any) -> np.ndarray:
+    """An array [] of one object, whatever it is; a batch of them is an array of objects."""
+    cell = np.empty((), object)
+    cell[()] = value
+    return cell

@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -55,6 +55,10 @@ class Checkpoints:
         minutes = self._settings.every_minutes
         return minutes > 0 and time.monotonic() - self._last_save > 60 * minutes
 
+    def ranks_by(self, groups: Iterable[str]) -> bool:
+        """Whether the metric of the best checkpoints is of one of these groups, the first words of its name."""
+        return self._settings.keep_best > 0 and self._settings.best_metric.split("/")[0] in groups
+
     def restore(self, abstract_state: Any) -> Any:
         """The latest state, in the shapes and shardings of `abstract_state`; raises `ConfigError` if that fails."""
         latest = self._checkpointer.latest
@@ -75,17 +79,21 @@ class Checkpoints:
             self._checkpointer.save_checkpointables_async(
                 step, {"state": state}, force=True, metrics=dict(metrics) if metrics and ranked else None
             )
-        if metrics and self._settings.keep_best and not ranked and any(name.startswith("eval/") for name in metrics):
+        if metrics and self.ranks_by(name.split("/")[0] for name in metrics) and not ranked:
             raise ConfigError(
                 f"config.checkpoint.best_metric={best!r} is not measured: use one of {', '.join(metrics)}"
             )
         self._last_save = time.monotonic()
 
 
+def steps_in(directory: Path) -> list[int]:
+    """The committed steps in a run's folder of checkpoints, in order; none where there is no folder."""
+    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal())
+
+
 def check_space(directory: Path, settings: ConfigDict, abstract_state: Any) -> None:
     """Raises `ConfigError` when the disk has no room for the checkpoints that will be kept and one being written."""
-    there = sum(path.name.isdecimal() for path in directory.glob("*"))
-    count = max(1, settings.keep_last + settings.keep_best + 1 - there)
+    count = max(1, settings.keep_last + settings.keep_best + 1 - len(steps_in(directory)))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_state))
     free = shutil.disk_usage(directory.parent).free
     if free < count * size:

@@ -3,12 +3,14 @@
 import dataclasses
 import difflib
 import math
+import re
 from typing import Any
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 from disco_jax.data.sources import SOURCES, source_settings
+from disco_jax.evaluation.tasks import TASKS, check_task, eval_task
 from disco_jax.losses.checks import check_method
 from disco_jax.models import CLIPConfig, preset
 from disco_jax.models.transformer import ATTENTIONS, REMATS
@@ -123,6 +125,7 @@ def default_config() -> ConfigDict:
     config.eval.train_examples = 0  # so many training pairs are evaluated too, as train/...
     config.eval.classes = placeholder(str)  # file of class names, one a line, for zero-shot; tfds: the dataset's own
     config.eval.templates = ("a photo of a {}.",)
+    config.eval.tasks = ConfigDict()  # more of them, by name: of disco_jax.evaluation.tasks.eval_task
 
     config.checkpoint = ConfigDict()
     config.checkpoint.every_steps = 1000
@@ -134,7 +137,9 @@ def default_config() -> ConfigDict:
     config.log = ConfigDict()
     config.log.every_steps = 10
     config.log.wandb_project = placeholder(str)  # log to Weights & Biases too
-    return config.lock()
+    config.lock()
+    config.eval.tasks.unlock()  # takes new names; each task is locked itself
+    return config
 
 
 def _check_mesh_setting(mesh: Any) -> None:
@@ -175,6 +180,7 @@ def smoke_config(config: ConfigDict) -> ConfigDict:
         checkpoint={"every_steps": 2, "best_metric": "eval/image_to_text/R@1"},
         log={"every_steps": 1, "wandb_project": None},
     )
+    config.eval.tasks = ConfigDict()
     return config
 
 
@@ -194,7 +200,12 @@ def model_config(config: ConfigDict, vocab_size: int, eot_id: int) -> CLIPConfig
 
 def validate(config: ConfigDict) -> None:
     """Checks the names of all settings, and their values as far as they tell. Raises `ConfigError`."""
-    _check_keys(config.to_dict(), default_config().to_dict(), "config")
+    given, known = config.to_dict(), default_config().to_dict()
+    tasks = given["eval"].get("tasks") if isinstance(given.get("eval"), dict) else None
+    if isinstance(tasks, dict):
+        known["eval"]["tasks"] = tasks  # their keys are checked below
+    _check_keys(given, known, "config")
+    _check_tasks(config)
     at_least = {
         "seed": 0,
         "batch_size": 1,
@@ -306,6 +317,26 @@ def _check_memory_and_towers(config: ConfigDict) -> None:
         raise ConfigError("config.lock_image and config.lock_text leave nothing to train: lock one tower at most")
     if config.stream_inputs and config.microbatch is None:
         raise ConfigError("config.stream_inputs=True needs config.microbatch: the pieces in which the batch travels")
+
+
+def _check_tasks(config: ConfigDict) -> None:
+    tasks = config.eval.tasks.to_dict()
+    for name, settings in tasks.items():
+        where = f"config.eval.tasks.{name}"
+        if name in ("eval", "train") or not re.fullmatch(r"[\w-]+", name):
+            raise ConfigError(f"{where}: its metrics need another name, of letters, digits, - and _, not eval or train")
+        kind = settings.get("task") if isinstance(settings, dict) else None
+        if kind not in TASKS:
+            raise ConfigError(f"{where} must be eval_task(KIND, ...), and KIND one of {', '.join(TASKS)}")
+        _check_keys(settings, eval_task(kind).to_dict(), where)
+        try:
+            check_task(config.eval.tasks[name])
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from None
+    best, groups = config.checkpoint.best_metric, ("eval", "train", *tasks)
+    if best.split("/")[0] not in groups:
+        known = ", ".join(f"{group}/..." for group in groups)
+        raise ConfigError(f"config.checkpoint.best_metric={best!r} is not measured: use one of {known}")
 
 
 def _get(config: ConfigDict, name: str) -> Any:

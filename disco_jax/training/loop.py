@@ -5,23 +5,24 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
 from disco_jax.data.loader import Batch, DropCounter, train_batches
-from disco_jax.evaluation.evaluator import SplitFeatures, example_queries
+from disco_jax.evaluation.evaluator import NonFiniteFeatures, SplitFeatures, example_queries
 from disco_jax.evaluation.report import write_report
+from disco_jax.evaluation.tasks import Destination, Task, run_task
 from disco_jax.gpu_targets import peak_flops
 from disco_jax.mesh import any_process
 from disco_jax.training.checkpoints import Checkpoints
 from disco_jax.training.compiled import compile_step
 from disco_jax.training.config import ConfigError
+from disco_jax.training.initial import first_state
 from disco_jax.training.metrics import MetricWriter, read_history
 from disco_jax.training.program import Program, TrainState, averaged
 from disco_jax.training.setup import Setup, prepare, write_config
@@ -60,10 +61,7 @@ def train(config: ConfigDict, workdir: str | os.PathLike[str]) -> dict[str, floa
     config = setup.config
     with StopSignal() as stop_signal, Checkpoints(setup.workdir / "checkpoints", config.checkpoint) as checkpoints:
         if checkpoints.latest_step is None:
-            # Runs once: the time to compile it is what counts.
-            quickly = {"xla_backend_optimization_level": 0}
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.program.abstract_state)
-            state = jax.jit(setup.program.init, out_shardings=shardings, compiler_options=quickly)()
+            state = first_state(setup.program, setup.initial)
         else:
             state = checkpoints.restore(setup.program.abstract_state)
             logging.info("Resumed from step %d", checkpoints.latest_step)
@@ -86,34 +84,55 @@ def train(config: ConfigDict, workdir: str | os.PathLike[str]) -> dict[str, floa
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics as `eval/...` and `train/...`, and the features of the evaluation split, None where there is none."""
+    """Metrics as `eval/...`, `train/...` and `NAME/...` of tasks; features of the evaluation split where it was."""
 
     metrics: dict[str, float]
     features: SplitFeatures | None
 
 
-def evaluate(setup: Setup, state: TrainState) -> Evaluation:
-    """Evaluates the held-out split, and as many training examples as `config.eval.train_examples` says."""
+def evaluate(setup: Setup, state: TrainState, split: bool, tasks: Sequence[Task]) -> Evaluation:
+    """Evaluates the held-out split, and as many training examples as `config.eval.train_examples` says; and tasks.
+
+    Args:
+        setup, state: of the run.
+        split: whether the split and the training examples are due.
+        tasks: those that are.
+    """
     metrics: dict[str, float] = {}
     features = None
     step = int(jax.device_get(state.step))
-    params = averaged(state) if setup.config.eval.ema else state.params
-    for name, source, size in (
-        ("train", setup.train_source, setup.config.eval.train_examples),
-        ("eval", setup.eval_source, None),
-    ):
+    config, evaluator = setup.config, setup.evaluator
+    params = averaged(state) if config.eval.ema else state.params
+    splits = (("train", setup.train_source, config.eval.train_examples), ("eval", setup.eval_source, None))
+    for name, source, size in splits if split else ():
         if source is None or size == 0:
             continue
-        try:
-            features = setup.evaluator.features(params, source, size)
-            if not (np.isfinite(features.images).all() and np.isfinite(features.texts).all()):
-                raise NonFiniteLossError(f"step {step}: the features hold NaN or inf; {NONFINITE_CURE}")
-            scores = setup.evaluator.metrics(params, features)
-        except ValueError as error:
-            raise ConfigError(f"the {name} examples cannot be evaluated: {error}") from error
-        metrics |= {f"{name}/{key}": value for key, value in scores.items()}
+        with _evaluation_errors(f"the {name} examples cannot be evaluated", step):
+            features = evaluator.features(params, source, size=size)
+            metrics |= {f"{name}/{key}": value for key, value in evaluator.retrieval(features).items()}
+            if setup.prompts is not None and features.labelled.any():
+                scores = evaluator.zero_shot(params, features, setup.prompts)
+                metrics |= {f"{name}/zero_shot/{key}": value for key, value in scores.items()}
+    for task in tasks:
+        with _evaluation_errors(f"config.eval.tasks.{task.name} cannot be evaluated", step):
+            # Anew: a run that went on under changed settings comes by a step again.
+            folder = setup.workdir / "embed" / task.name / f"step_{step}"
+            made_of = {"checkpoint": str(setup.workdir), "step": step, "ema": config.eval.ema}
+            outcome = run_task(task, evaluator, params, Destination(folder, made_of, anew=True))
+            metrics |= {f"{task.name}/{key}": value for key, value in outcome.metrics.items()}
     logging.info("step %d: %s", step, ", ".join(f"{key} {value:.4f}" for key, value in metrics.items()))
     return Evaluation(metrics, features if setup.eval_source is not None else None)
+
+
+@contextmanager
+def _evaluation_errors(what: str, step: int) -> Iterator[None]:
+    """Says what failed, and at which step a model diverged."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{what}: {error}") from error
+    except NonFiniteFeatures as error:
+        raise NonFiniteLossError(f"step {step}: {error}; {NONFINITE_CURE}") from error
 
 
 def _run_steps(
@@ -124,7 +143,7 @@ def _run_steps(
     step = int(state.step)
     if step >= config.total_steps:
         logging.info("All %d steps are done already", step)
-        return evaluate(setup, state)
+        return evaluate(setup, state, True, setup.tasks)
     train_step = compile_step(setup.program)
     recorder = _Recorder(setup, writer, step)
     drops = DropCounter(config.data.max_dropped, grace=min(1000, len(setup.train_source)))
@@ -152,17 +171,15 @@ def _run_steps(
                 if jax.process_count() == 1 or step % config.log.every_steps == 0:
                     stop = any_process(stop_signal.received is not None) and not last
                     save = save or stop or any_process(checkpoints.minutes_due())
-                evaluate_now = last or (
-                    not stop and config.eval.every_steps > 0 and step % config.eval.every_steps == 0
-                )
-                save = save or (evaluate_now and config.checkpoint.keep_best > 0)
-                if not (evaluate_now or save):
+                split, tasks = (False, []) if stop else due(setup, step)
+                save = save or checkpoints.ranks_by([*(("eval", "train") if split else ()), *(t.name for t in tasks)])
+                if not (split or tasks or save):
                     continue
                 recorder.flush()  # raises where the state is not fit to be saved
                 evaluation = None
-                if evaluate_now:
+                if split or tasks:
                     try:
-                        evaluation = evaluate(setup, state)
+                        evaluation = evaluate(setup, state, split, tasks)
                     except ConfigError:  # faulty evaluation data must not cost the steps
                         checkpoints.save(step, state)
                         raise
@@ -179,6 +196,18 @@ def _run_steps(
             logging.warning("In the training data: %s", drops)
     assert evaluation is not None
     return evaluation
+
+
+def due(setup: Setup, step: int) -> tuple[bool, list[Task]]:
+    """Whether the evaluation split is due after a step, and the tasks that are: all at the end."""
+
+    def now(every_steps: int) -> bool:
+        return step == setup.config.total_steps or (every_steps > 0 and step % every_steps == 0)
+
+    every = setup.config.eval.every_steps
+    of_tasks = (task.settings.every_steps for task in setup.tasks)
+    tasks = [task for task, own in zip(setup.tasks, of_tasks, strict=True) if now(every if own is None else own)]
+    return now(every), tasks
 
 
 class _Recorder:

@@ -16,9 +16,12 @@ from disco_jax.data.loader import Preprocessor
 from disco_jax.data.sources import make_source
 from disco_jax.data.tokenizer import load_tokenizer
 from disco_jax.evaluation.evaluator import Evaluator
+from disco_jax.evaluation.prompts import Prompts, make_prompts
+from disco_jax.evaluation.tasks import Task, open_task
 from disco_jax.models import decay_mask
-from disco_jax.training.checkpoints import check_space
+from disco_jax.training.checkpoints import check_space, steps_in
 from disco_jax.training.config import ConfigError, changes_of_state, differences, smoke_config, validate
+from disco_jax.training.initial import Initial, read_initial
 from disco_jax.training.metrics import read_history
 from disco_jax.training.program import Program, make_program, without
 from disco_jax.training.stages import device_bytes
@@ -37,6 +40,9 @@ class Setup:
     eval_source: ExampleSource | None
     preprocessor: Preprocessor
     evaluator: Evaluator
+    prompts: Prompts | None  # of the evaluation split
+    tasks: tuple[Task, ...]
+    initial: Initial | None  # None at random, and where a checkpoint is there
 
     @property
     def is_main(self) -> bool:
@@ -81,8 +87,6 @@ def _prepare(config: ConfigDict, workdir: Path) -> Setup:
         mesh,
         preprocessor,
         batch_size=config.eval.batch_size,
-        class_names=_class_names(config, eval_source),
-        templates=config.eval.templates,
         threads=config.data.threads,
     )
     setup = Setup(
@@ -93,6 +97,9 @@ def _prepare(config: ConfigDict, workdir: Path) -> Setup:
         eval_source=eval_source,
         preprocessor=preprocessor,
         evaluator=evaluator,
+        prompts=_prompts(config, eval_source),
+        tasks=tuple(_open_task(config, name) for name in config.eval.tasks),
+        initial=None if steps_in(workdir / "checkpoints") else read_initial(program),
     )
     if setup.is_main:
         _claim_workdir(setup)
@@ -101,24 +108,21 @@ def _prepare(config: ConfigDict, workdir: Path) -> Setup:
     return setup
 
 
-def _class_names(config: ConfigDict, eval_source: ExampleSource | None) -> tuple[str, ...]:
-    """From the file that the config names, else from the dataset where it knows its labels."""
-    if config.eval.classes is None:
-        return tuple(getattr(eval_source, "label_names", None) or ())
-    path = Path(config.eval.classes)
-    if not path.is_file():
-        raise FileNotFoundError(f"config.eval.classes={path} does not exist: give a file with one class name a line")
-    try:
-        names = tuple(line.strip() for line in path.read_text(encoding="utf-8").rstrip().splitlines())
-    except UnicodeDecodeError:
-        raise ConfigError(f"config.eval.classes={path} is not UTF-8: save it as UTF-8") from None
-    if not names or not all(names):
-        raise ConfigError(f"config.eval.classes={path} has an empty line: every line is a class, in the labels' order")
-    if not config.eval.templates:
-        raise ConfigError("config.eval.templates is empty: give prompts like 'a photo of a {}.'")
-    if config.data.source == "tars" and config.data.label is None:
+def _prompts(config: ConfigDict, eval_source: ExampleSource | None) -> Prompts | None:
+    """Of the evaluation split; None where its classes have no names."""
+    if eval_source is None:
+        return None
+    prompts = make_prompts(eval_source, config.eval.classes, config.eval.templates, setting="config.eval.")
+    if config.eval.classes is not None and config.data.source == "tars" and config.data.label is None:
         raise ConfigError("config.eval.classes needs labels: set config.data.label to 'cls' or 'json:FIELD'")
-    return names
+    return prompts
+
+
+def _open_task(config: ConfigDict, name: str) -> Task:
+    try:
+        return open_task(name, config.eval.tasks[name])
+    except (ValueError, OSError, ImportError) as error:
+        raise ConfigError(f"config.eval.tasks.{name}: {error}") from error
 
 
 def _claim_workdir(setup: Setup) -> None:

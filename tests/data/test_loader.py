@@ -159,8 +159,9 @@ def test_evaluation_has_each_example_once_in_order(preprocessor, size):
     scenes = Scenes("held_out", size)
     batches = list(eval_batches(scenes, preprocessor, DropCounter(), batch_size=4, threads=2))
     assert len(batches) == -(-size // 4)
-    valid = np.concatenate([batch.valid for batch in batches])
-    assert valid.tolist() == [i < size for i in range(len(valid))]
+    indices = np.concatenate([batch.indices for batch in batches])
+    assert indices.tolist() == [i if i < size else -1 for i in range(len(indices))]
+    valid = indices >= 0
     labels = np.concatenate([batch.labels for batch in batches])[valid]
     assert labels.tolist() == [scenes[i].label for i in range(size)]
     images = np.concatenate([batch.images for batch in batches])[valid]
@@ -172,7 +173,7 @@ def test_evaluation_masks_bad_examples_and_stops_at_size(preprocessor):
     drops = DropCounter(limit=1.0)
     batches = list(eval_batches(source, preprocessor, drops, batch_size=4, size=6, threads=2))
     assert str(drops) == "dropped 2 of 6 examples (1 caption:empty, 1 image:not_an_image)"
-    assert np.concatenate([batch.valid for batch in batches]).tolist() == [1, 0, 0, 1, 1, 1, 0, 0]
+    assert np.concatenate([batch.indices for batch in batches]).tolist() == [0, -1, -1, 3, 4, 5, -1, -1]
 
 
 def test_processes_evaluate_disjoint_rows(preprocessor, monkeypatch):

@@ -1,6 +1,7 @@
 """Features and pictures of a split with bad examples, of a size that divides by nothing."""
 
 import functools
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -13,7 +14,8 @@ from disco_jax.data.loader import Preprocessor
 from disco_jax.data.scenes import CLASS_NAMES, Scenes
 from disco_jax.data.tokenizer import load_tokenizer
 from disco_jax.encoding import Encoder, l2_normalize, make_graphdef
-from disco_jax.evaluation.evaluator import Evaluator, SplitFeatures, example_queries
+from disco_jax.evaluation.evaluator import Evaluator, NoUsableExample, SplitFeatures, example_queries
+from disco_jax.evaluation.prompts import Prompts
 from disco_jax.mesh import make_mesh
 from disco_jax.models import CLIP, CLIPConfig, TextConfig, VisionConfig
 from disco_jax.sharding import divided_dims, shardings
@@ -58,15 +60,7 @@ def make_encoder(params, divide=False):
 def test_features_are_those_of_the_usable_examples_in_order(preprocessor, params, divide):
     mesh = make_mesh(MESH_AXES)
     source = SomeBad(11)
-    evaluator = Evaluator(
-        make_encoder(params, divide),
-        mesh,
-        preprocessor,
-        batch_size=4,
-        class_names=CLASS_NAMES,
-        templates=("a {}",),
-        threads=2,
-    )
+    evaluator = Evaluator(make_encoder(params, divide), mesh, preprocessor, batch_size=4, threads=2)
     whole, params = params, jax.device_put(params, shardings(params, mesh, divide))
     features = evaluator.features(params, source)
     assert features.indices.tolist() == GOOD
@@ -77,14 +71,31 @@ def test_features_are_those_of_the_usable_examples_in_order(preprocessor, params
     np.testing.assert_allclose(features.images, l2_normalize(clip.encode_image(images)), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(features.texts, l2_normalize(clip.encode_text(tokens)), rtol=1e-4, atol=1e-5)
 
-    assert evaluator.features(params, source, 7).indices.tolist() == GOOD[:5]
-    assert set(evaluator.metrics(params, features)) >= {"image_to_text/R@1", "zero_shot/top1", "zero_shot/top5"}
+    assert features.captions == [source[i].caption for i in GOOD]
+    assert features.text_to_image.tolist() == list(range(len(GOOD)))
+    assert features.dropped == {"image:empty": 2}
+
+    assert evaluator.features(params, source, size=7).indices.tolist() == GOOD[:5]
+    middle = evaluator.features(params, source, first=3, size=4)
+    assert middle.indices.tolist() == [3, 5, 6]
+    np.testing.assert_allclose(middle.images, features.images[2:5], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(middle.texts, features.texts[2:5], rtol=1e-4, atol=1e-5)
+    assert evaluator.features(params, source, first=9, size=4).indices.tolist() == [9, 10]
+    assert "image_to_text/R@1" in evaluator.retrieval(features)
+    assert {"top1", "top5"} <= set(evaluator.zero_shot(params, features, Prompts(CLASS_NAMES, ("a {}",))))
 
 
 def test_a_split_without_a_usable_example_is_an_error(preprocessor, params):
     evaluator = Evaluator(make_encoder(params), make_mesh(MESH_AXES), preprocessor, batch_size=4, threads=2)
-    with pytest.raises(ValueError, match="not one usable example"):
+    with pytest.raises(NoUsableExample, match="not one usable example"):
         evaluator.features(params, SomeBad(1))
+
+
+def split_features(images, texts, text_to_image, captions):
+    n = len(images)
+    keys = [str(i) for i in range(n)]
+    labels = np.full(n, -1, np.int32)
+    return SplitFeatures(images, texts, text_to_image, labels, np.arange(n), keys, captions, Counter(), Counter())
 
 
 def test_queries_show_the_best_images_and_mark_those_with_the_same_caption(preprocessor):
@@ -94,9 +105,18 @@ def test_queries_show_the_best_images_and_mark_those_with_the_same_caption(prepr
     # Caption i is closest to image i, then i + 1, ...: features on a circle.
     angles = np.arange(6) / 10
     images = np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
-    features = SplitFeatures(images, images, np.zeros(6, np.int32), np.arange(6))
+    features = split_features(images, images, np.arange(6), captions)
     queries, pictures, right = example_queries(scenes, features, preprocessor, count=3)
     assert queries == [captions[0], captions[2], captions[5]]
     assert pictures.shape == (3, 5, 16, 16, 3)
     np.testing.assert_array_equal(pictures[2, 0], preprocessor.eval_image(scenes[5]))
     assert right.tolist() == [[True, False, False, False, False]] * 3
+
+
+def test_of_an_image_with_several_captions_each_is_right(preprocessor):
+    images = np.eye(3, dtype=np.float32)
+    texts = images[[0, 1, 0, 2]]  # "c" belongs to image 2, but finds image 0 first
+    features = split_features(images, texts, np.array([0, 1, 2, 2]), ["a", "b", "c", "d"])
+    queries, _, right = example_queries(Scenes("held_out", 3), features, preprocessor)
+    assert queries == ["a", "b", "c", "d"]
+    assert right.argmax(1).tolist() == [0, 0, 2, 0] and right.sum() == 4
