@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-training test-rest test-modes test-plan plan-table test-all check format
+.PHONY: demo test test-training test-rest test-modes test-plan peers plan-table test-all check format
 
 demo: $(VENV)/installed
 	$(BIN)/python -m disco_jax.data.scenes runs/demo/data
@@ -28,6 +28,11 @@ test-modes: $(VENV)/installed-dev
 test-plan: $(VENV)/installed-plan
 	PYTHONPATH=$(VENV)/plan $(BIN)/python -m pytest -k gpu
 
+# Our imports and exports beside open_clip and transformers, on the demo's checkpoint too; installs torch (up to 6 GB).
+peers: $(VENV)/installed-peers
+	test -f runs/demo/run/report.png || $(MAKE) demo
+	$(BIN)/python -m pytest tests/peers
+
 # The README's table of what fits on such GPUs; takes some ten minutes on 2 cores.
 plan-table: $(VENV)/installed-plan
 	PYTHONPATH=$(VENV)/plan JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.plans
@@ -47,6 +52,10 @@ check: $(VENV)/installed-dev
 format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+$(VENV)/installed-peers: $(VENV)/installed-dev
+	$(BIN)/pip install --quiet --editable '.[dev,peers]'
+	touch $@
 
 $(VENV)/installed-plan: $(VENV)/installed-dev
 	$(BIN)/pip install --quiet --upgrade --no-deps --target $(VENV)/plan \

@@ -2,6 +2,6 @@
 
 from disco_jax.convert.export import export
 from disco_jax.convert.source import load
-from disco_jax.convert.weights import Weights
+from disco_jax.convert.weights import Weights, write
 
-__all__ = ["Weights", "export", "load"]
+__all__ = ["Weights", "export", "load", "write"]

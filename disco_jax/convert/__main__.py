@@ -17,9 +17,9 @@ import jax
 from absl import logging
 
 from disco_jax.command import leave, one_line
-from disco_jax.convert import export, load
+from disco_jax.convert import export, load, write
 from disco_jax.convert.export import FORMATS
-from disco_jax.convert.weights import new_folder, write_weights
+from disco_jax.convert.weights import check_new
 from disco_jax.models.transformer import ACTIVATIONS
 
 
@@ -65,16 +65,15 @@ def main(argv: list[str] | None = None) -> None:
             for path in export(arguments.source, arguments.out, format=arguments.format, ema=arguments.ema):
                 print(f"wrote {path}")
             return
-        out = Path(arguments.out).expanduser().absolute()
-        with new_folder(out) as folder:
-            weights = load(
-                arguments.source,
-                ema=arguments.ema,
-                activation=arguments.activation,
-                vision_heads=arguments.vision_heads,
-                text_heads=arguments.text_heads,
-            )
-            write_weights(weights, folder)
+        check_new(Path(arguments.out))
+        weights = load(
+            arguments.source,
+            ema=arguments.ema,
+            activation=arguments.activation,
+            vision_heads=arguments.vision_heads,
+            text_heads=arguments.text_heads,
+        )
+        write(weights, arguments.out)
     except (ValueError, ImportError, OSError) as error:
         leave(f"convert: {one_line(error)}", 1)
     for note in weights.notes:
@@ -86,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
         f"{vision.image_size} px in patches of {vision.patch_size}, {text.context_length} tokens of "
         f"{text.vocab_size:,}, {weights.model.embed_dim} features"
     )
-    print(f"wrote {out}")
+    print(f"wrote {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,14 +45,19 @@ class Weights:
         return nnx.merge(make_graphdef(self.model, dtype), jax.tree.map(jnp.asarray, self.params))
 
 
+def check_new(folder: Path) -> None:
+    """Raises FileExistsError where something is there, but for an empty folder."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} is there already: remove it, or name another folder")
+
+
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill, which is at its place only when it is whole.
 
     Raises FileExistsError where something is there already.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} is there already: remove it, or name another folder")
+    check_new(folder)
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -62,8 +68,16 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def write_weights(weights: Weights, folder: Path) -> None:
-    """Writes the files of the weights into an empty folder."""
+def write(weights: Weights, out: str | os.PathLike[str]) -> None:
+    """Writes the weights into a new folder, which `disco_jax.convert.load` reads.
+
+    Raises FileExistsError where something is there already.
+    """
+    with new_folder(Path(out).expanduser().absolute()) as folder:
+        _write_files(weights, folder)
+
+
+def _write_files(weights: Weights, folder: Path) -> None:
     write_tensors(folder / TENSORS_FILE, flatten(weights.params))
     if weights.tokenizer is not None:
         shutil.copyfile(weights.tokenizer, folder / TOKENIZER_FILE)

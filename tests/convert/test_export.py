@@ -10,7 +10,7 @@ import pytest
 from disco_jax import convert
 from disco_jax.convert import open_clip
 from disco_jax.convert.layout import abstract_params, flatten, unflatten
-from disco_jax.convert.weights import Weights, new_folder, read_weights, write_weights
+from disco_jax.convert.weights import Weights, read_weights
 from disco_jax.models import PRESETS, CLIPConfig, TextConfig, VisionConfig
 from disco_jax.training import default_config, train
 
@@ -99,8 +99,7 @@ def test_runs_without_averages_or_checkpoints(run, tmp_path):
 
 def test_a_bias_is_for_open_clip_alone(tmp_path):
     weights = random_weights(dataclasses.replace(MODEL, init_logit_bias=-10.0))
-    with new_folder(tmp_path / "biased") as folder:
-        write_weights(weights, folder)
+    convert.write(weights, tmp_path / "biased")
     with pytest.raises(ValueError, match=r"has no bias.*export it as open_clip"):
         convert.export(tmp_path / "biased", tmp_path / "hf", format="hf")
     assert not (tmp_path / "hf").exists()
@@ -146,8 +145,7 @@ def test_open_clip_configs_of_other_models_are_refused(tmp_path, settings, messa
 
 
 def test_a_damaged_folder_is_refused(tmp_path):
-    with new_folder(tmp_path / "ours") as folder:
-        write_weights(random_weights(MODEL), folder)
+    convert.write(random_weights(MODEL), tmp_path / "ours")
     read = read_weights(tmp_path / "ours")
     assert read.model == MODEL and jax.tree.all(jax.tree.map(np.array_equal, read.params, random_weights(MODEL).params))
     path = tmp_path / "ours" / "model.json"
