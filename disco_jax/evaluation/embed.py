@@ -3,7 +3,7 @@
     img_emb/img_emb_0.npy            float16 [n, D], L2-normalised
     text_emb/text_emb_0.npy          likewise, of the captions; only where there are captions
     metadata/metadata_0.parquet      image_path (the example's key) and caption
-    embed.json                       what the files were made of
+    embed_manifest.json              what the files were made of
 
 Row i of the three files of a part is one example. Parts follow the order of the data; their numbers have as many digits
 as the number of parts, so that the order of the names is theirs. A part without a usable example has no files:
@@ -12,7 +12,7 @@ embedding-reader pairs files by their order, and passes over empty ones in some 
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from disco_jax.evaluation.ranks import normalized
 from disco_jax.mesh import gather_json
 from disco_jax.progress import Progress
 
-MANIFEST = "embed.json"
+MANIFEST = "embed_manifest.json"
 FOLDERS = ("img_emb", "text_emb", "metadata")
 
 
@@ -69,7 +69,7 @@ def embed(
     """
     starts = range(0, len(source), part_size)
     parts = _Parts(out, len(starts), captioned)
-    manifest = {**made_of, "examples": len(source), "part_size": part_size, "captions": captioned}
+    manifest = {"made_of": made_of, "examples": len(source), "part_size": part_size, "captions": captioned}
     failure = parts.begin(manifest, anew) if jax.process_index() == 0 else None
     failure, whole = gather_json([failure, parts.whole() if jax.process_index() == 0 and not failure else []])[0]
     if failure:
@@ -116,10 +116,10 @@ class _Parts:
             except (ValueError, TypeError) as error:
                 return f"{path} is damaged ({error}): embed into another folder, or remove this one"
             new = json.loads(json.dumps(manifest))
-            changed = [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in sorted(old | new) if old.get(k) != new.get(k)]
+            changed = "; ".join(_differences(old, new))
             if changed:
                 return (
-                    f"{self._out} holds features made of something else ({'; '.join(changed)}): embed into another "
+                    f"{self._out} holds features made of something else ({changed}): embed into another "
                     "folder, or remove this one"
                 )
         elif there:
@@ -162,6 +162,16 @@ class _Parts:
         return sum(
             pyarrow.parquet.read_metadata(self.path("metadata", part, "parquet")).num_rows for part in self.whole()
         )
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    """One for each value that differs, of nested ones too."""
+    for key in {**old, **new}:
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _differences(before, after)
+        elif before != after:
+            yield f"{key}: {before!r} -> {after!r}"
 
 
 def _half(features: Float32[np.ndarray, "n D"]) -> Float16[np.ndarray, "n D"]:
