@@ -1,15 +1,12 @@
 """Trains a CLIP: python train.py --config configs/NAME.py --workdir DIR [--config.key=value ...]"""
 
-import logging as python_logging
 import os
 from functools import partial
-from pathlib import Path
 
-from absl import app, flags, logging
+from absl import app, flags
 from ml_collections import config_flags
 
-import disco_jax
-from disco_jax.command import leave, one_line, parse_flags
+from disco_jax.command import leave, log_progress, one_line, parse_flags
 from disco_jax.gpu_targets import POOL_SHARE
 from disco_jax.training import ConfigError, NonFiniteLossError, TooManyBadExamples, TrainingInterrupted, train
 
@@ -18,17 +15,11 @@ WORKDIR = flags.DEFINE_string("workdir", None, "Where the run's files go; the sa
 flags.mark_flag_as_required("config")
 
 
-def is_ours(record: python_logging.LogRecord) -> bool:
-    """Warnings of all, but the progress of this project only: Orbax logs dozens of lines a checkpoint."""
-    return record.levelno >= python_logging.WARNING or Path(disco_jax.__path__[0]) in Path(record.pathname).parents
-
-
 def main(argv: list[str]) -> None:
     """Runs the training; what cannot be run ends with one line and exit status 1."""
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(POOL_SHARE))  # as the planner counts; jax's own is 0.75
-    logging.set_verbosity(logging.INFO)
-    logging.get_absl_handler().addFilter(is_ours)
+    log_progress()
     try:
         train(CONFIG.value, WORKDIR.value)
     except (ConfigError, NonFiniteLossError, TooManyBadExamples) as error:

@@ -1,9 +1,23 @@
-"""What the commands share: whatever is wrong with the flags ends with one line."""
+"""What the commands share: the progress they show, and that whatever is wrong with the flags ends with one line."""
 
+import logging as python_logging
 import sys
+from pathlib import Path
 from typing import NoReturn
 
-from absl import flags
+from absl import flags, logging
+
+
+def log_progress() -> None:
+    """Shows on stderr the progress of this project, and the warnings of all; in a notebook too. Twice is harmless."""
+    logging.use_absl_handler()
+    logging.set_verbosity(logging.INFO)
+    logging.get_absl_handler().addFilter(_is_ours)
+
+
+def _is_ours(record: python_logging.LogRecord) -> bool:
+    # Orbax logs dozens of lines a checkpoint.
+    return record.levelno >= python_logging.WARNING or Path(__file__).parent in Path(record.pathname).parents
 
 
 def parse_flags(argv: list[str], *, command: str, status: int) -> list[str]:
