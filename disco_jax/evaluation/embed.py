@@ -70,9 +70,8 @@ def embed(
     starts = range(0, len(source), part_size)
     parts = _Parts(out, len(starts), captioned)
     manifest = {"made_of": made_of, "examples": len(source), "part_size": part_size, "captions": captioned}
-    failure = parts.begin(manifest, anew) if jax.process_index() == 0 else None
-    failure, whole = gather_json([failure, parts.whole() if jax.process_index() == 0 and not failure else []])[0]
-    if failure:
+    failure, whole = gather_json(parts.begin(manifest, anew) if jax.process_index() == 0 else None)[0]
+    if failure is not None:
         raise ValueError(failure)
     if whole:
         logging.info("%d of %d parts are there already", len(whole), len(starts))
@@ -102,7 +101,15 @@ class _Parts:
     def __init__(self, out: Path, count: int, captioned: bool):
         self._out, self._captioned, self._count = out, captioned, count
 
-    def begin(self, manifest: Mapping[str, Any], anew: bool) -> str | None:
+    def begin(self, manifest: Mapping[str, Any], anew: bool) -> tuple[str | None, list[int]]:
+        """What stands in the way, else the parts that are there; for all processes to know."""
+        try:
+            failure = self._claim(manifest, anew)
+        except OSError as error:
+            failure = f"cannot write to {self._out} ({error.strerror}): embed into another folder"
+        return failure, [] if failure else self.whole()
+
+    def _claim(self, manifest: Mapping[str, Any], anew: bool) -> str | None:
         """Makes the folders and the manifest, or says what stands in the way."""
         path = self._out / MANIFEST
         there = [name for name in FOLDERS if (self._out / name).exists()]
