@@ -10,6 +10,8 @@ from absl import flags, logging
 
 def log_progress() -> None:
     """Shows on stderr the progress of this project, and the warnings of all; in a notebook too. Twice is harmless."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # where there are none; absl would warn of it
     logging.use_absl_handler()
     logging.set_verbosity(logging.INFO)
     logging.get_absl_handler().addFilter(_is_ours)

@@ -16,5 +16,5 @@ initialize_processes()
 
 def test_the_log_has_our_progress_and_the_warnings_of_all():
     ran = subprocess.run([sys.executable, "-c", SCRIPT], check=True, capture_output=True, text=True)
-    log = ran.stderr
-    assert log.count("to be read") == 1 and log.count("one process") == 1 and "of others" not in log
+    messages = [line.partition("] ")[2] for line in ran.stderr.splitlines()]
+    assert len(messages) == 2 and messages[0] == "to be read" and messages[1].startswith("one process")

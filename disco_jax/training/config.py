@@ -70,6 +70,9 @@ def default_config() -> ConfigDict:
     config.prefetch = True  # not streamed: the next batch travels during a step, so that devices hold two of them
     config.sharding = "replicated"  # or "zero1": optimizer state divided over the devices; "fsdp": parameters too
 
+    # Start from these weights instead of at random: what disco_jax.convert.load takes, an imported folder or one of our
+    # runs among it. Position embeddings are resized; projections to another width start at random.
+    config.init_from = placeholder(str)
     config.lock_image = False  # leave the image tower as it starts, without gradients and optimizer state: for LiT
     config.lock_text = False
     config.ema_decay = placeholder(float)  # keep a running average of the parameters, e.g. 0.9999; see eval.ema
@@ -166,6 +169,7 @@ def smoke_config(config: ConfigDict) -> ConfigDict:
         batch_size=16,
         total_steps=3,
         microbatch=config.microbatch and 4,
+        init_from=None,
         model={
             "name": "tiny",
             "dtype": "float32",
