@@ -3,11 +3,17 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-training test-rest test-modes test-plan peers plan-table test-all check format
+.PHONY: demo notebooks notebooks-update test test-training test-rest test-modes test-plan peers plan-table test-all check format
 
 demo: $(VENV)/installed
 	$(BIN)/python -m disco_jax.data.scenes runs/demo/data
 	$(BIN)/python train.py --config configs/demo.py --workdir runs/demo/run
+
+# Executes them; with -update their new output is kept.
+notebooks: $(VENV)/installed-dev
+	$(BIN)/python notebooks/execute.py
+notebooks-update: $(VENV)/installed-dev
+	$(BIN)/python notebooks/execute.py --update
 
 # In two halves, side by side with make --jobs=2.
 test: test-training test-rest
