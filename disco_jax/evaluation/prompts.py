@@ -53,7 +53,8 @@ def make_prompts(
         raise ValueError(f"{setting}templates is empty: give prompts like 'a photo of a {{}}.'")
     for template in templates:
         if "{}" not in template:
-            raise ValueError(f"{setting}templates: {template!r} has no {{}} for the class name")
+            cure = ": write {} for {c}" if "{c}" in template else ""  # as CLIP_benchmark's files have it
+            raise ValueError(f"{setting}templates: {template!r} has no {{}} for the class name{cure}")
     return Prompts(names, tuple(templates))
 
 

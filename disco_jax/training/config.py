@@ -341,6 +341,8 @@ def _check_tasks(config: ConfigDict) -> None:
     if best.split("/")[0] not in groups:
         known = ", ".join(f"{group}/..." for group in groups)
         raise ConfigError(f"config.checkpoint.best_metric={best!r} is not measured: use one of {known}")
+    if best.endswith("/median_rank"):
+        raise ConfigError(f"config.checkpoint.best_metric={best!r} is best where it is lowest: use one that is highest")
 
 
 def _get(config: ConfigDict, name: str) -> Any:

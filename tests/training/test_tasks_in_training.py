@@ -155,3 +155,9 @@ def test_a_best_metric_of_no_evaluation_is_named(config, metric):
     config.checkpoint.best_metric = metric
     with pytest.raises(ConfigError, match=rf"best_metric='{metric}' is not measured: use one of eval/\.\.\., train/"):
         validate(config)
+
+
+def test_the_worst_median_rank_is_not_kept_as_the_best(config):
+    config.checkpoint.best_metric = "eval/image_to_text/median_rank"
+    with pytest.raises(ConfigError, match=r"median_rank' is best where it is lowest"):
+        validate(config)
