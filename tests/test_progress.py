@@ -7,7 +7,7 @@ from disco_jax.progress import Progress
 def test_where_there_is_no_terminal_the_log_tells_now_and_then(monkeypatch, caplog):
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    with caplog.at_level(logging.INFO), Progress("images encoded", 10, done=2) as counter:
+    with caplog.at_level(logging.INFO, logger="absl"), Progress("images encoded", 10, done=2) as counter:
         counter.update(1)
         now = 11.0
         counter.update(4)
